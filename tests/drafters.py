@@ -1,0 +1,93 @@
+"""Scripted drafters. They know the plain completions by row key, so acceptance can be dictated."""
+
+from collections.abc import Callable
+
+import torch
+
+from minitlt.draft import Draft, chain_parents
+
+
+class ScriptedDrafter:
+    """Chains whose n-th guess is `guess(truth, row, n)`; truth is the plain engine's next token.
+
+    With `width` > 1 a tree: every node gets `width` children, one of them (which, by turns) the
+    scripted guess and the others wrong, and the scripted child alone goes on growing.
+    """
+
+    needs_taps = False
+
+    def __init__(
+        self,
+        known: dict[int, tuple[int, list[int]]],
+        guess: Callable[[int, int, int], int],
+        *,
+        name: str = "scripted",
+        vocab: int = 97,
+    ) -> None:
+        self.known, self.guess, self.name, self.vocab = known, guess, name, vocab
+        self.calls = 0
+
+    def begin(self, slot, prompt, group):
+        pass
+
+    def prefill(self, slot, start, taps):
+        pass
+
+    def share(self, src, dst, length):
+        pass
+
+    def observe(self, slots, tokens_BN, num_B, taps):
+        pass
+
+    def move(self, src, dst):
+        pass
+
+    def finish(self, slot, prompt, completion):
+        pass
+
+    def propose(self, slots, roots_B, keys_B, positions_B, temperatures_B, depth, width):
+        self.calls += 1
+        tokens = [[int(root)] for root in roots_B]
+        parents = [-1]
+        for row, (key, position) in enumerate(zip(keys_B.tolist(), positions_B, strict=True)):
+            prompt_length, completion = self.known[key]
+            parents, spine = [-1], 0
+            for n in range(depth):
+                at = int(position) - prompt_length + n
+                truth = completion[at] if at < len(completion) else 0
+                guess = self.guess(truth, row, n) % self.vocab
+                turn = n % width
+                children = [(guess + 1 + i) % self.vocab for i in range(width)]
+                children[turn] = guess
+                parents += [spine] * width
+                spine = len(tokens[row]) + turn
+                tokens[row] += children
+        if width == 1:
+            parents = chain_parents(depth).tolist()
+        return Draft(torch.tensor(tokens), torch.tensor([parents] * len(tokens)))
+
+
+def oracle(truth: int, row: int, n: int) -> int:
+    return truth
+
+
+def anti_oracle(truth: int, row: int, n: int) -> int:
+    return truth + 1
+
+
+def oracle_then_wrong(truth: int, row: int, n: int) -> int:
+    """Row r is right for r % 4 guesses, so rows accept different counts in one step."""
+    return truth + (n >= row % 4)
+
+
+def random_guess(seed: int = 0) -> Callable[[int, int, int], int]:
+    generator = torch.Generator().manual_seed(seed)
+    return lambda truth, row, n: int(torch.randint(0, 97, (1,), generator=generator))
+
+
+SCRIPTS = {
+    "oracle": oracle,
+    "anti_oracle": anti_oracle,
+    "oracle_then_wrong": oracle_then_wrong,
+    "random": random_guess(),
+}

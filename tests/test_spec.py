@@ -1,0 +1,338 @@
+"""Losslessness as equality: whatever is drafted, the tokens are the plain engine's."""
+
+import functools
+
+import pytest
+import torch
+from drafters import SCRIPTS, ScriptedDrafter, oracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import random_prompts, tiny_model
+
+from minitlt.kernels import row_key
+from minitlt.spec import Arm, Bandit, RolloutEngine, SamplingParams, SpecStats
+from minitlt.target import make_target
+
+LENGTHS = [1, 9, 4, 17, 2, 9]
+PARAMS = SamplingParams(max_new_tokens=24, stop_ids=(2, 5))
+
+
+@functools.cache
+def target(kind="llama", dtype=torch.float32, backend="auto"):
+    return make_target(tiny_model(kind, dtype=dtype), dtype=dtype, backend=backend)
+
+
+def keys(num, generation=0):
+    return [row_key(7, generation, i) for i in range(num)]
+
+
+def run(params, prompts, arm="off", drafters=(), which=None, max_rows=0, row_keys=None):
+    engine = RolloutEngine(
+        which or target(), drafters, Bandit([Arm.parse(arm)]), max_rows=max_rows
+    )
+    return engine.generate(prompts, params, row_keys or keys(len(prompts)))
+
+
+def known(prompts, rollout, row_keys=None):
+    pairs = zip(row_keys or keys(len(prompts)), prompts, rollout.completion_ids, strict=True)
+    return {key: (len(p), c) for key, p, c in pairs}
+
+
+def params_at(temperature, **extra):
+    return SamplingParams(max_new_tokens=24, stop_ids=(2, 5), temperature=temperature, **extra)
+
+
+def assert_same(got, want):
+    assert got.completion_ids == want.completion_ids
+    assert got.finish_reasons == want.finish_reasons
+    for a, b in zip(got.logprobs, want.logprobs, strict=True):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("backend", ["fused", "module"])
+def test_greedy_equals_transformers_generate(kind, backend):
+    model = tiny_model(kind)
+    prompts = random_prompts(LENGTHS)
+    got = run(params_at(0.0), prompts, which=target(kind, backend=backend))
+    for prompt, tokens in zip(prompts, got.completion_ids, strict=True):
+        want = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=24,
+            eos_token_id=[2, 5],
+            pad_token_id=0,
+        )
+        assert tokens == want[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_speculation_changes_nothing(temperature, depth, script):
+    prompts = random_prompts(LENGTHS)
+    plain = run(params_at(temperature), prompts)
+    drafter = ScriptedDrafter(known(prompts, plain), SCRIPTS[script])
+    got = run(params_at(temperature), prompts, f"scripted-{depth}", [drafter])
+    assert_same(got, plain)
+    assert drafter.calls > 0
+    accept = got.stats.accept_length
+    if script == "oracle":  # everything is accepted; only the ends of rows cut a block short
+        assert accept > 0.6 * (depth + 1)
+    if script == "anti_oracle":
+        assert accept == 1.0
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("shape", ["2x3", "4x2", "3x4"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_change_nothing(temperature, shape, script):
+    prompts = random_prompts(LENGTHS)
+    which = target(dtype=torch.float64)
+    plain = run(params_at(temperature), prompts, which=which)
+    drafter = ScriptedDrafter(known(prompts, plain), SCRIPTS[script])
+    got = run(params_at(temperature), prompts, f"scripted-{shape}", [drafter], which=which)
+    assert_same(got, plain)
+    if script == "oracle":
+        assert got.stats.accept_length > 1.5
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 4])
+def test_waves_and_order_change_nothing(max_rows):
+    """Fewer slots than rows, refilled as rows finish; and rows in another order."""
+    prompts = random_prompts(LENGTHS)
+    plain = run(PARAMS, prompts)
+    drafter = ScriptedDrafter(known(prompts, plain), SCRIPTS["oracle_then_wrong"])
+    assert_same(run(PARAMS, prompts, "scripted-3", [drafter], max_rows=max_rows), plain)
+    order = [3, 0, 5, 1, 4, 2]
+    shuffled = run(
+        PARAMS,
+        [prompts[i] for i in order],
+        max_rows=max_rows,
+        row_keys=[keys(len(prompts))[i] for i in order],
+    )
+    assert shuffled.completion_ids == [plain.completion_ids[i] for i in order]
+
+
+def test_siblings_share_a_prefill_and_differ():
+    prompts = [p for p in random_prompts([12, 5]) for _ in range(4)]
+    together = run(PARAMS, prompts)
+    for i, prompt in enumerate(prompts):
+        alone = run(PARAMS, [prompt], row_keys=[keys(8)[i]])
+        assert alone.completion_ids[0] == together.completion_ids[i]
+    assert len({tuple(c) for c in together.completion_ids[:4]}) == 4
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 9},
+        {"suppress_ids": (4, 11)},
+        {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.1, "min_new_tokens": 3},
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_sampling_option_with_and_without_speculation(extra, temperature):
+    prompts = random_prompts(LENGTHS)
+    params = params_at(temperature, **extra)
+    plain = run(params, prompts)
+    for script in ("oracle", "oracle_then_wrong", "random"):
+        drafter = ScriptedDrafter(known(prompts, plain), SCRIPTS[script])
+        assert_same(run(params, prompts, "scripted-3", [drafter]), plain)
+    for completion in plain.completion_ids:
+        assert not set(extra.get("suppress_ids", ())) & set(completion)
+        assert len(completion) >= extra.get("min_new_tokens", 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+def test_logprobs_are_the_teacher_forced_scores(temperature):
+    prompts = random_prompts(LENGTHS)
+    plain = run(params_at(temperature), prompts)
+    drafter = ScriptedDrafter(known(prompts, plain), oracle)
+    got = run(params_at(temperature), prompts, "scripted-3", [drafter])
+    for prompt, tokens, logprobs in zip(
+        prompts, got.completion_ids, got.logprobs, strict=True
+    ):
+        with torch.no_grad():
+            logits = tiny_model()(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        scores = torch.log_softmax(logits / (temperature or 1.0), -1)
+        want = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), want, atol=1e-4, rtol=0)
+
+
+def test_budget_first_then_the_earliest_stop_inside_it():
+    """A stop id in the middle of an accepted block ends the row; nothing follows it."""
+    prompts = random_prompts([6])
+    free = run(SamplingParams(max_new_tokens=20), prompts).completion_ids[0]
+    for cut in range(1, 12):
+        if free[cut] in free[:cut]:
+            continue
+        params = SamplingParams(max_new_tokens=20, stop_ids=(free[cut],))
+        drafter = ScriptedDrafter({keys(1)[0]: (6, free)}, oracle)
+        got = run(params, prompts, "scripted-4", [drafter])
+        assert got.completion_ids[0] == free[: cut + 1]
+        assert got.finish_reasons == ["stop"]
+        capped = SamplingParams(max_new_tokens=cut, stop_ids=(free[cut],))
+        got = run(capped, prompts, "scripted-4", [drafter])
+        assert got.completion_ids[0] == free[:cut]
+        assert got.finish_reasons == ["length"]
+
+
+def test_only_the_target_can_end_a_row():
+    """A drafted stop id that the target would not emit ends nothing."""
+    prompts = random_prompts([6])
+    plain = run(SamplingParams(max_new_tokens=12, stop_ids=(2,)), prompts)
+    drafter = ScriptedDrafter(known(prompts, plain), lambda truth, row, n: 2)
+    got = run(SamplingParams(max_new_tokens=12, stop_ids=(2,)), prompts, "scripted-3", [drafter])
+    assert_same(got, plain)
+
+
+def test_the_context_edge():
+    small = make_target(tiny_model(max_position_embeddings=16))
+    prompts = random_prompts([15, 13, 4])
+    params = SamplingParams(max_new_tokens=50)
+    plain = run(params, prompts, which=small)
+    assert [len(c) for c in plain.completion_ids] == [1, 3, 12]
+    drafter = ScriptedDrafter(known(prompts, plain), oracle)
+    assert_same(run(params, prompts, "scripted-4", [drafter], which=small), plain)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[3], []], "prompt 1 is empty"),
+        ([[3] * 512], "longest possible prompt has 511"),
+        ([[3, 97]], "outside 0..96"),
+        ([[-1]], "outside 0..96"),
+    ],
+)
+def test_bad_prompts_are_named(prompts, message):
+    with pytest.raises(ValueError, match=message):
+        run(PARAMS, prompts)
+
+
+def test_a_row_that_can_never_fit_is_named():
+    engine = RolloutEngine(target(), cache_gb=1e-6)
+    with pytest.raises(ValueError, match=r"prompt 1 needs .* rollout.cache_gb"):
+        engine.generate(random_prompts([3, 9]), PARAMS, keys(2))
+
+
+def test_no_prompts_is_an_empty_rollout():
+    assert run(PARAMS, []).completion_ids == []
+
+
+def test_the_global_generator_is_untouched():
+    before = torch.get_rng_state()
+    run(PARAMS, random_prompts([5]))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=7),
+    max_new=st.integers(1, 12),
+    stops=st.sets(st.integers(0, 96), max_size=12),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.5]),
+    depth=st.integers(1, 6),
+    width=st.integers(1, 3),
+    max_rows=st.integers(0, 4),
+    script=st.sampled_from(sorted(SCRIPTS)),
+    seed=st.integers(0, 2**31),
+)
+def test_equality_is_a_property(
+    lengths, max_new, stops, temperature, depth, width, max_rows, script, seed
+):
+    prompts = random_prompts(lengths, seed=seed)
+    params = SamplingParams(max_new, temperature, stop_ids=tuple(stops))
+    row_keys = [row_key(seed, 0, i) for i in range(len(prompts))]
+    which = target(dtype=torch.float64)
+    plain = run(params, prompts, which=which, row_keys=row_keys)
+    drafter = ScriptedDrafter(known(prompts, plain, row_keys), SCRIPTS[script])
+    got = run(
+        params,
+        prompts,
+        Arm("scripted", depth, width).name,
+        [drafter],
+        which=which,
+        max_rows=max_rows,
+        row_keys=row_keys,
+    )
+    assert_same(got, plain)
+    assert [len(a) for a in got.accepted] == [len(c) for c in got.completion_ids]
+
+
+def test_caches_equal_a_fresh_prefill_after_random_rounds():
+    which = target(dtype=torch.float64)
+    prompts = random_prompts([7, 3, 5])
+    params = SamplingParams(max_new_tokens=14)
+    plain = run(params, prompts, which=which)
+    drafter = ScriptedDrafter(known(prompts, plain), SCRIPTS["oracle_then_wrong"])
+    engine = RolloutEngine(which, [drafter], Bandit([Arm.parse("scripted-3x2")]))
+    checked = 0
+
+    def check(engine):
+        nonlocal checked
+        for slot, row in enumerate(engine.active):
+            tokens = row.prompt + row.tokens
+            fresh = make_target(tiny_model(dtype=torch.float64), dtype=torch.float64)
+            fresh.reserve(1, 64)
+            fresh.forward(torch.tensor([tokens[:-1]]), torch.tensor([0]))
+            for got, want in zip(which.cache.layers, fresh.cache.layers, strict=True):
+                end = len(tokens) - 1
+                torch.testing.assert_close(got[slot, :end], want[0, :end], atol=1e-5, rtol=0)
+            checked += 1
+
+    engine.on_step = check
+    engine.generate(prompts, params, keys(3))
+    assert checked > 5
+
+
+def test_arms_have_one_spelling():
+    for text in ("off", "ngram-3", "eagle-4", "eagle-3x4"):
+        assert Arm.parse(text).name == text
+    for text in ("", "ngram", "ngram-", "ngram-0", "eagle-3x", "eagle-99", "on"):
+        with pytest.raises(ValueError, match="arm"):
+            Arm.parse(text)
+    with pytest.raises(ValueError, match="ngram"):
+        RolloutEngine(target(), (), Bandit([Arm.parse("ngram-2")]))
+
+
+def test_bandit_settles_on_the_fastest_arm_per_bucket_and_resumes():
+    arms = [Arm.parse(t) for t in ("off", "ngram-2", "eagle-4")]
+    speed = {(0, "off"): 10, (0, "ngram-2"): 12, (0, "eagle-4"): 20}
+    speed |= {(3, "off"): 80, (3, "ngram-2"): 60, (3, "eagle-4"): 40}
+    bandit = Bandit(arms, epsilon=0.05, seed=3)
+    for active, best in ((1, "eagle-4"), (8, "off")):
+        picks = []
+        for _ in range(200):
+            arm = bandit.choose(active)
+            picks.append(arm.name)
+            bandit.record(active, arm, speed[bandit.bucket(active), arm.name], 1.0)
+        assert picks.count(best) > 170
+        assert set(picks) == {a.name for a in arms}
+    other = Bandit(arms, epsilon=0.05, seed=99)
+    other.load_state_dict(bandit.state_dict())
+    assert [bandit.choose(8) for _ in range(50)] == [other.choose(8) for _ in range(50)]
+    bandit.renew("eagle")
+    assert len(bandit._seen(1, arms[2])) == 1 and len(bandit._seen(1, arms[0])) > 1
+
+
+def test_accept_statistics_by_hand():
+    stats = SpecStats()
+    stats.count([3, 1, 0], [2, 2, 1])
+    stats.count([2, 0], [3, 1])
+    assert stats.drafted == [3, 2, 1] and stats.accepted == [3, 1, 0]
+    assert stats.row_steps == 5 and stats.tokens == 9 and stats.accept_length == 9 / 5
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1}, {"top_p": 0}, {"max_new_tokens": 0}, {"min_p": 1.0}]
+)
+def test_bad_sampling_options_are_named(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        SamplingParams(**bad)

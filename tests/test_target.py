@@ -1,0 +1,180 @@
+"""The target's logits, taps and cache against the transformers module they stand for."""
+
+import pytest
+import torch
+from models import KINDS, random_prompts, tiny_model
+
+from minitlt.target import (
+    LlamaTarget,
+    ModuleTarget,
+    SlotCache,
+    TargetShape,
+    full_state,
+    make_target,
+    refuse_unsupported,
+    tap_layers,
+)
+
+
+def feed(target, prompts, first_slot=0):
+    """Prefills ragged prompts row by row; returns their logits and taps."""
+    out = []
+    for row, prompt in enumerate(prompts):
+        tokens = torch.tensor([prompt])
+        out.append(target.forward(tokens, torch.tensor([0]), first_slot=first_slot + row))
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("backend", ["fused", "module"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_taps_equal_the_module(kind, backend, dtype):
+    model = tiny_model(kind, dtype=dtype)
+    target = make_target(model, dtype=dtype, backend=backend)
+    target.reserve(3, 64)
+    for prompt in random_prompts([1, 2, 17]):
+        logits, taps = target.forward(torch.tensor([prompt]), torch.tensor([0]), first_slot=1)
+        with torch.no_grad():
+            want = model(torch.tensor([prompt]), output_hidden_states=True)
+        tolerance = 1e-4  # in fp64 too, since transformers' norms are fp32
+        torch.testing.assert_close(logits, want.logits, atol=tolerance, rtol=0)
+        features = torch.cat([want.hidden_states[i] for i in (2, 4, 5)], -1)
+        torch.testing.assert_close(taps.features_BNF, features, atol=tolerance, rtol=1e-5)
+        torch.testing.assert_close(
+            model.get_output_embeddings()(taps.hidden_BNH), want.logits, atol=tolerance, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("backend", ["fused", "module"])
+def test_ragged_steps_equal_a_fresh_prefill(backend):
+    """Rows of different lengths, fed in uneven pieces, see exactly their own context."""
+    model = tiny_model(dtype=torch.float64)
+    target = make_target(model, dtype=torch.float64, backend=backend)
+    target.reserve(4, 64)
+    rows = random_prompts([9, 14, 6, 11])
+    lengths = torch.tensor([3, 8, 1, 5])
+    feed(target, [row[:n] for row, n in zip(rows, lengths, strict=True)])
+    block = torch.tensor([row[n : n + 4] for row, n in zip(rows, lengths, strict=True)])
+    logits, _ = target.forward(block, lengths)
+    for row, n, got in zip(rows, lengths, logits, strict=True):
+        want = model(torch.tensor([row[: n + 4]])).logits[0, n:]
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["fused", "module"])
+def test_a_tree_node_sees_its_ancestors_and_nothing_else(backend):
+    model = tiny_model(dtype=torch.float64)
+    target = make_target(model, dtype=torch.float64, backend=backend)
+    target.reserve(2, 64)
+    prompts = random_prompts([7, 4])
+    feed(target, prompts)
+    tokens = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, -1, -1, -1]])
+    parents = torch.tensor([[-1, 0, 0, 1, 2, 4], [-1, 0, 0, -1, -1, -1]])
+    lengths = torch.tensor([7, 4])
+    logits, _ = target.forward(tokens, lengths, parents)
+    for b, n in [(0, 0), (0, 3), (0, 4), (0, 5), (1, 1), (1, 2)]:
+        path, at = [], n
+        while at >= 0:
+            path.insert(0, int(tokens[b, at]))
+            at = int(parents[b, at])
+        want = model(torch.tensor([prompts[b] + path])).logits[0, -1]
+        torch.testing.assert_close(logits[b, n], want, atol=1e-5, rtol=0)
+    # Accept root -> 2 -> 4 -> 5 in row 0 and root -> 2 in row 1, then go on behind them.
+    target.compact(lengths, torch.tensor([[0, 2, 4, 5], [0, 2, -1, -1]]))
+    after, _ = target.forward(torch.tensor([[20], [21]]), torch.tensor([11, 6]))
+    for b, path in [(0, [5, 7, 9, 10, 20]), (1, [11, 13, 21])]:
+        want = model(torch.tensor([prompts[b] + path])).logits[0, -1]
+        torch.testing.assert_close(after[b, 0], want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rows_bits_do_not_depend_on_its_company(dtype):
+    """The reason why speculation changes nothing: same bits alone, in a batch, and in a chain.
+
+    The sizes are SmolLM2's (two layers of it), where unpacked products do differ.
+    """
+    model = tiny_model(
+        vocab_size=1024,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        num_hidden_layers=2,
+    )
+    target = make_target(model, dtype=dtype, backend="fused")
+    if not target.head.packed:
+        pytest.skip("this processor cannot pack weights of this dtype")
+    target.reserve(33, 300)
+    prompts = random_prompts([130 + n for n in range(33)], vocab=1024)
+    feed(target, prompts)
+    lengths = torch.tensor([len(p) for p in prompts])
+    chain = torch.randint(3, 1024, (33, 9), generator=torch.Generator().manual_seed(1))
+    alone, _ = target.forward(chain[:1, :1], lengths[:1])
+    for num_rows, num_nodes in [(1, 2), (1, 3), (1, 9), (2, 1), (5, 4), (17, 1), (33, 1), (33, 9)]:
+        logits, _ = target.forward(chain[:num_rows, :num_nodes], lengths[:num_rows])
+        assert torch.equal(logits[0, 0], alone[0, 0]), (num_rows, num_nodes)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_tied", "qwen2"])
+@pytest.mark.parametrize("backend", ["fused", "module"])
+def test_refresh_equals_a_new_target_and_keeps_references(kind, backend):
+    old, new = tiny_model(kind, seed=0), tiny_model(kind, seed=1)
+    target = make_target(old, backend=backend)
+    embed = target.embed_weight
+    target.refresh(reversed(list(full_state(new))))
+    fresh = make_target(new, backend=backend)
+    tokens = torch.tensor([[4, 5, 6]])
+    for t in (target, fresh):
+        t.reserve(1, 8)
+    got, _ = target.forward(tokens, torch.tensor([0]))
+    want, _ = fresh.forward(tokens, torch.tensor([0]))
+    assert torch.equal(got, want)
+    assert target.embed_weight.data_ptr() == embed.data_ptr()
+    assert torch.equal(embed, new.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("backend", ["fused", "module"])
+def test_refresh_names_what_is_missing_or_foreign(backend):
+    model = tiny_model()
+    target = make_target(model, backend=backend)
+    named = list(full_state(model))
+    with pytest.raises(ValueError, match=r"lack .*4 in all"):
+        target.refresh(named[:-4])
+    with pytest.raises(ValueError, match="no place"):
+        target.refresh([*named, ("model.layers.0.self_attn.extra.weight", torch.zeros(1))])
+
+
+def test_a_row_that_leaves_its_slot_is_an_error():
+    target = make_target(tiny_model())
+    target.reserve(1, 100)
+    with pytest.raises(ValueError, match="only 128 are reserved"):
+        target.forward(torch.zeros(1, 4, dtype=torch.long), torch.tensor([125]))
+
+
+def test_models_that_cannot_roll_back_are_refused():
+    config = tiny_model().config
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ValueError, match="linear_attention"):
+        refuse_unsupported(config)
+    sliding = tiny_model("mistral").config
+    sliding.sliding_window = 16
+    assert not LlamaTarget.supports(sliding)
+
+
+def test_taps_are_eagle3s_and_clamped_for_shallow_models():
+    assert tap_layers(30) == (2, 15, 27)
+    assert tap_layers(2) == (1, 1, 1)
+    assert tap_layers(1) == (0, 0, 0)
+
+
+def test_slot_cache_states_its_size():
+    shape = TargetShape.from_config(tiny_model().config)
+    cache = SlotCache(shape, torch.float32, torch.device("cpu"))
+    cache.reserve(2, 100)
+    assert cache.bytes_per_token == 2 * 8 * 2 * 12 * 4
+    assert cache.length == 128 and cache.layers[0].shape == (2, 128, 2, 2, 12)
+
+
+def test_backends_are_chosen_by_what_is_exact():
+    assert isinstance(make_target(tiny_model("qwen3")), LlamaTarget)
+    assert isinstance(make_target(tiny_model(hidden_act="gelu")), ModuleTarget)
