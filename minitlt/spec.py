@@ -315,7 +315,8 @@ class RolloutEngine:
         self.waiting: deque[Row] = deque()
         self.stats = SpecStats()
         self.arm = Arm()
-        self._started = 0.0
+        self.started = 0.0
+        self.num_rows = 0
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams, keys: Sequence[int]
@@ -327,8 +328,8 @@ class RolloutEngine:
         context or can never fit the cache budget.
         """
         rows = self._rows(prompts, params, keys)
-        self.params, self.stats, self._started = params, SpecStats(), time.perf_counter()
-        self.waiting, self.active = deque(rows), []
+        self.params, self.stats, self.started = params, SpecStats(), time.perf_counter()
+        self.waiting, self.active, self.num_rows = deque(rows), [], len(rows)
         if rows:
             self._reserve(rows)
         while self.waiting or self.active:
@@ -336,7 +337,7 @@ class RolloutEngine:
             self.step()
             if self.on_step:
                 self.on_step(self)
-        self.stats.seconds = time.perf_counter() - self._started
+        self.stats.seconds = time.perf_counter() - self.started
         return Rollout(
             [r.tokens for r in rows],
             [r.logprobs for r in rows],
@@ -377,7 +378,7 @@ class RolloutEngine:
         arm["tokens"] += tokens
         arm["seconds"] += end - start
         if not stats.active_trace or stats.active_trace[-1][1] != num_rows:
-            stats.active_trace.append((start - self._started, num_rows))
+            stats.active_trace.append((start - self.started, num_rows))
 
     def _draft(self, arm: Arm) -> Draft:
         """Asks the arm's drafter, no deeper than any row may still go, and drops empty columns."""

@@ -101,6 +101,7 @@ class Target(Protocol):
     shape: TargetShape
     backend: str
     device: torch.device
+    dtype: torch.dtype
 
     def reserve(self, num_slots: int, length: int) -> None: ...
 
@@ -315,6 +316,7 @@ class LlamaTarget:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        weights: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
         config: Any = model.config
         self.shape = TargetShape.from_config(config)
@@ -333,7 +335,8 @@ class LlamaTarget:
         self.layers = [_Layer(dtype, self.device) for _ in range(self.shape.num_layers)]
         self.head = Linear(dtype, self.device)
         self._dense: dict[str, Tensor] = {}
-        self._names = [name for name, _ in model.named_parameters()]
+        with torch.device("meta"):  # adapters may have been put into `model` itself
+            self._names = [name for name, _ in type(model)(config).named_parameters()]
         self._biased = {
             group
             for group, modules in _FUSED.items()
@@ -341,7 +344,7 @@ class LlamaTarget:
             if name.endswith(tuple(f"{m}.bias" for m in modules))
         }
         self.cache = SlotCache(self.shape, self.act_dtype, self.device)
-        self.refresh(full_state(model))
+        self.refresh(full_state(model) if weights is None else weights)
 
     @staticmethod
     def supports(config: Any) -> bool:
@@ -607,6 +610,7 @@ class ModuleTarget:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        weights: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
         config: Any = model.config
         refuse_unsupported(config)
@@ -622,7 +626,7 @@ class ModuleTarget:
         self._seen: dict[int, Tensor] = {}
         self._last: Tensor | None = None
         self._hook()
-        self.refresh(full_state(model))
+        self.refresh(full_state(model) if weights is None else weights)
 
     def _hook(self) -> None:
         layers = self.module.get_decoder().layers
@@ -723,9 +727,11 @@ def make_target(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     backend: str = "auto",
+    weights: Iterable[tuple[str, Tensor]] | None = None,
 ) -> LlamaTarget | ModuleTarget:
     """The written-out path where it is exact for this config, else the transformers module.
 
+    weights: (checkpoint name, full tensor) pairs; None takes the model's own.
     backend: auto | fused | module. Raises ValueError when `fused` is asked for and not possible.
     """
     config: Any = model.config
@@ -734,5 +740,5 @@ def make_target(
     if backend == "fused" and not fused:
         raise ValueError(f"{config.model_type} has no fused path; use backend 'module'")
     if backend != "module" and fused:
-        return LlamaTarget(model, dtype=dtype, device=device)
-    return ModuleTarget(model, dtype=dtype, device=device)
+        return LlamaTarget(model, dtype=dtype, device=device, weights=weights)
+    return ModuleTarget(model, dtype=dtype, device=device, weights=weights)

@@ -1,0 +1,331 @@
+"""Run configuration: a recipe in YAML plus overrides, checked before minutes are spent.
+
+A recipe is flat and speaks TRL's language: every field of GRPOConfig, ModelConfig and TRL's script
+arguments under its own name, so that a plain TRL GRPO file runs unchanged. minitlt adds `nproc`
+and the blocks `task:`, `rollout:`, `drafter:`, `spot:`. The command line overrides either kind:
+`--learning_rate 1e-5`, `--rollout.dtype bf16`. Unknown keys are errors that name the nearest
+valid one; wrong types say what would be right.
+
+Left out: environment-variable interpolation, config inheritance, Python in configs.
+Try it: `minitlt train --dry-run`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+BLOCKS = ("task", "rollout", "drafter", "spot")
+DEFAULT_RECIPE = "01_smollm2_cpu"
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message says where and what would be right."""
+
+
+def option(default: Any, help_text: str) -> Any:
+    """A dataclass field with a help text."""
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": help_text})
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass
+class TaskConfig:
+    """What is trained on: a data set and its rewards."""
+
+    name: str = option("", "reasoning-gym name, gsm8k, a Hub data set, or a .jsonl file")
+    options: dict[str, Any] = option({}, "options of the data set, passed on as they are")
+
+
+@dataclass
+class RolloutConfig:
+    """How completions are generated."""
+
+    dtype: str = option("auto", "weights for decoding: auto (the trainer's), fp32, bf16")
+    backend: str = option("auto", "forward: auto, fused (written out) or module (transformers)")
+    arms: list[str] = option(
+        ["off", "ngram-3", "eagle-2", "eagle-3", "eagle-4"],
+        "ways to draft the bandit chooses from: off, SOURCE-DEPTH or SOURCE-DEPTHxWIDTH",
+    )
+    epsilon: float = option(0.05, "share of steps on which the bandit explores")
+    window: int = option(40, "verify steps the bandit remembers per arm and bucket")
+    max_rows: int = option(0, "rows decoded at once; 0 = all that fit the cache budget")
+    cache_gb: float = option(0.0, "key/value cache budget in GiB; 0 = 60 % of free memory")
+    prefill_chunk: int = option(512, "prompt tokens per prefill forward")
+    importance_sampling: str = option(
+        "auto", "TRL's correction for sampler/trainer differences: auto (on for bf16), on, off"
+    )
+    sample_rows: int = option(2, "completions per step kept in the log with their token marks")
+
+    def __post_init__(self) -> None:
+        choices = {
+            "dtype": ("auto", "fp32", "bf16"),
+            "backend": ("auto", "fused", "module"),
+            "importance_sampling": ("auto", "on", "off"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"rollout.{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}"
+                )
+        if not 0 <= self.epsilon <= 1:
+            raise ConfigError(f"rollout.epsilon: {self.epsilon} is not between 0 and 1")
+        for name in ("window", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rollout.{name}: must be at least 1")
+
+
+@dataclass
+class RunConfig:
+    """One run: TRL's fields as given, and minitlt's blocks as plain mappings or dataclasses."""
+
+    trl: dict[str, Any]
+    task: dict[str, Any]
+    rollout: dict[str, Any]
+    drafter: dict[str, Any]
+    spot: dict[str, Any]
+    nproc: int = 1
+    source: str = ""
+
+    def as_yaml(self) -> str:
+        flat: dict[str, Any] = {"nproc": self.nproc, **self.trl}
+        flat |= {name: getattr(self, name) for name in BLOCKS if getattr(self, name)}
+        return yaml.safe_dump(flat, sort_keys=False, allow_unicode=True)
+
+
+def recipe_paths() -> dict[str, Path]:
+    """Recipe name -> file, for the recipes that come with the package."""
+    here = Path(__file__).parent
+    for folder in (here / "recipes", here.parent / "recipes"):
+        if found := sorted(folder.glob("*.yaml")):
+            return {path.stem: path for path in found}
+    return {}
+
+
+def find_recipe(name: str) -> Path:
+    """The recipe's file, by name or unique prefix. Raises ConfigError with the nearest names."""
+    recipes = recipe_paths()
+    if name in recipes:
+        return recipes[name]
+    hits = [path for stem, path in recipes.items() if stem.startswith(name)]
+    if len(hits) == 1:
+        return hits[0]
+    raise ConfigError(f"no recipe {name!r}; {suggest(name, recipes)}. `minitlt recipes` lists them")
+
+
+def load_config(path: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """Reads a recipe and applies overrides with dotted names for the blocks.
+
+    Raises ConfigError for a file that cannot be read or is not a mapping. Key names are checked
+    later, by `build` and by TRL's parser, which know the fields.
+    """
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from error
+    if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
+        raise ConfigError(f"{path} must be a mapping of field names to values")
+    return make_config(raw, overrides or {}, str(path))
+
+
+def make_config(raw: dict[str, Any], overrides: Mapping[str, Any], source: str) -> RunConfig:
+    """A RunConfig from a mapping; `overrides` win. Raises ConfigError as `load_config` does."""
+    raw = dict(raw)
+    blocks: dict[str, dict[str, Any]] = {}
+    for name in BLOCKS:
+        block = raw.pop(name, None)
+        if name == "task" and isinstance(block, str):
+            block = {"name": block}
+        if block is not None and not isinstance(block, dict):
+            raise ConfigError(f"{source}: block {name!r} must be a mapping, not {block!r}")
+        blocks[name] = dict(block or {})
+    for key, value in overrides.items():
+        block_name, dot, rest = key.partition(".")
+        if key == "task" and isinstance(value, str):
+            if value != blocks["task"].get("name"):
+                blocks["task"] = {"name": value}
+        elif dot and block_name in BLOCKS:
+            _set_nested(blocks[block_name], rest.split("."), value, key)
+        elif dot:
+            raise ConfigError(f"unknown block in {key!r}; {suggest(block_name, BLOCKS)}")
+        else:
+            raw[key] = value
+    nproc = raw.pop("nproc", 1)
+    if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
+        raise ConfigError(f"nproc must be a positive whole number, not {nproc!r}")
+    return RunConfig(trl=raw, nproc=nproc, source=source, **blocks)
+
+
+def _set_nested(block: dict[str, Any], path: list[str], value: Any, key: str) -> None:
+    for part in path[:-1]:
+        block = block.setdefault(part, {})
+        if not isinstance(block, dict):
+            raise ConfigError(f"{key!r}: {part!r} is not a block")
+    block[path[-1]] = value
+
+
+def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
+    """`--key value`, `--key=value`, `--flag`, `--no_flag`, with YAML values; dashes mean
+    underscores in names. Several values after one key make a list.
+
+    Raises ConfigError for a value without a key.
+    """
+    result: dict[str, Any] = {}
+    key = ""
+    values: list[str] = []
+
+    def finish() -> None:
+        if not key:
+            return
+        if not values:
+            name, value = (key[3:], False) if key.startswith("no_") else (key, True)
+            result[name] = value
+        else:
+            parsed = [_value(text, key) for text in values]
+            result[key] = parsed[0] if len(parsed) == 1 else parsed
+
+    for argument in arguments:
+        if argument.startswith("--") and len(argument) > 2:
+            finish()
+            key, equals, value = argument[2:].partition("=")
+            key, values = key.replace("-", "_"), [value] if equals else []
+        elif key:
+            values.append(argument)
+        else:
+            raise ConfigError(f"{argument!r} stands without a key; write --key value")
+    finish()
+    return result
+
+
+def _value(text: str, key: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--{key}: cannot read {text!r}: {_one_line(error)}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-5 as text; everybody who writes a learning rate means a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    __import__("re").compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def build(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
+    """An instance of dataclass `cls` from a mapping, with checked names and types.
+
+    Raises ConfigError that names `where.key` and the nearest valid key or the wanted type.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+    hints = typing.get_type_hints(cls)
+    clean = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise ConfigError(f"unknown key {where}.{key}; {suggest(key, fields)}")
+        clean[key] = coerce(value, hints[key], f"{where}.{key}")
+    try:
+        return cls(**clean)
+    except ValueError as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+
+
+def coerce(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the annotated type, or ConfigError. An int will do for a float, not the reverse;
+    types that YAML has no word for (enums, classes) are left to their owner."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _coerce_union(value, typing.get_args(hint), where)
+    kind = origin or hint
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind in (list, tuple):
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",")]
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{where}: expected a list, not {value!r}")
+        inner = (typing.get_args(hint) or (Any,))[0]
+        return kind(coerce(item, inner, where) for item in value)
+    if kind is str and value is False:
+        return "off"  # YAML 1.1 reads a bare `off` as false
+    if kind not in _TYPE_NAMES:
+        return value
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{where}: expected {_TYPE_NAMES[kind]}, not {value!r}")
+    return value
+
+
+def _coerce_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
+    if value is None and type(None) in options:
+        return None
+    problem: ConfigError | None = None
+    for option_type in options:
+        if option_type is type(None):
+            continue
+        try:
+            return coerce(value, option_type, where)
+        except ConfigError as error:
+            problem = problem or error
+    raise problem or ConfigError(f"{where}: cannot be {value!r}")
+
+
+_TYPE_NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    dict: "a mapping",
+}
+
+
+def suggest(name: str, valid: Iterable[str]) -> str:
+    """`did you mean 'x'?`, or the valid names when none is near."""
+    names = list(valid)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    return "valid: " + ", ".join(names[:12]) + (", .." if len(names) > 12 else "")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def batch_algebra(args: Any, world_size: int) -> list[str]:
+    """How TRL's batch settings multiply, as lines of text. `args` is a GRPOConfig.
+
+    Raises ConfigError, with the algebra, when a group would be split across ranks: sibling drafts
+    and shared prefills need a group's rows together.
+    """
+    per_device, steps = args.per_device_train_batch_size, args.steps_per_generation
+    group, local = args.num_generations, per_device * steps
+    lines = [
+        f"{world_size} ranks x per_device_train_batch_size {per_device} x steps_per_generation "
+        f"{steps} = {world_size * local} completions per generation",
+        f"{local} completions per rank / num_generations {group} = {local / group:g} prompts per "
+        "rank",
+        f"gradient_accumulation_steps {args.gradient_accumulation_steps}: "
+        f"{args.gradient_accumulation_steps / (steps * args.num_iterations):g} generations per "
+        "optimizer step",
+    ]
+    if local % group:
+        raise ConfigError(
+            f"a group of num_generations {group} would be split across ranks: "
+            + "; ".join(lines[:2])
+            + f"; choose per_device_train_batch_size x steps_per_generation as a multiple of {group}"
+        )
+    return lines

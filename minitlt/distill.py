@@ -1,0 +1,397 @@
+"""Training the drafter on what the rollout has already computed.
+
+The idea. A finished row's taps are complete training data: the inputs (three hidden states per
+position), the next tokens, and the last hidden state, from which the target's own logits follow by
+one product. No forward of the target is ever made for training. The `ReplayBuffer` keeps rows by
+tokens and mixes this step's finished rows, which are the short ones, with the longest rows of the
+steps before (TLT, arXiv 2511.16665: one-step-off sampling). The `DrafterTrainer` takes windows of
+rows, packs them behind one another (no padding; attention stays inside a document) and unrolls the
+drafter on its own states (EAGLE-3's training-time test, see `Eagle3Drafter.unroll`).
+
+What is supervised, for a row x_0..x_{L-1} whose first P tokens are the prompt: the pair whose token
+is x_j teaches p(. | x_<=j) iff x_j is a response token and the target has read it, P <= j <= L - 2.
+At unrolled step s pair t holds x_{t+1+s}, so j = t + 1 + s: the mask moves with the token. The
+teacher is softmax(head(final_norm(h_j))) over the draft vocabulary.
+
+A train step is short, so that a rank leaves the idle window at once: its size follows the clock to
+stay under 250 ms on a CPU and 50 ms on a GPU. With `pack_tokens` the size is fixed instead, and a
+resumed run takes exactly the steps that an uninterrupted one would have taken.
+
+Left out: FSDP (one layer fits every rank; ranks take local steps and spot.py averages), gradients
+through the target, rejected drafts as data.
+
+How to run: `pytest tests/test_distill.py`.
+
+Shape suffixes: N pairs, M query pairs, S unrolled steps, R supervised (pair, step) combinations,
+J teacher positions, L row tokens, F = 3H taps, H hidden, V draft vocabulary, W target vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minitlt.eagle3 import DrafterConfig, Eagle3Drafter, Pack, choose_vocab
+from minitlt.kernels import draft_loss
+
+_FIRST_SIZE = 64  # pairs of the first step, before anything is known about speed
+_SMALLEST, _LARGEST = 32, 16_384
+_TARGET_SHARE = 0.8  # of the time budget that a step aims at
+_DECAY = 8  # a count loses 1/8 per step, so the draft vocabulary follows the policy
+
+
+@dataclass(eq=False)
+class Row:
+    """A finished row: all L tokens, and the taps of the L - 1 that the target has read."""
+
+    tokens_L: Tensor
+    prompt_len: int
+    features_NF: Tensor
+    hidden_NH: Tensor
+    step: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens_L)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Pairs start..stop-1 of a row are queries; the pairs from `context` on are seen."""
+
+    row: Row
+    context: int
+    start: int
+    stop: int
+
+
+class ReplayBuffer:
+    """Finished rows, at most `config.buffer_tokens` tokens of them.
+
+    When it is full, rows of the oldest step go first, the shortest of them first: what remains of
+    an earlier step are its longest rows. 8H bytes per token in bfloat16 (SmolLM2-135M 4.6 KB).
+    """
+
+    def __init__(self, config: DrafterConfig | None = None, *, vocab_size: int) -> None:
+        self.config = config or DrafterConfig()
+        self.rows: list[Row] = []
+        self.step = self.num_tokens = 0
+        self._counts_W = torch.zeros(vocab_size, dtype=torch.int64)
+
+    def add(
+        self, tokens: list[int], prompt_len: int, features_NF: Tensor, hidden_NH: Tensor
+    ) -> None:
+        """Takes over the tensors. Rows that could not teach anything are only counted."""
+        assert len(features_NF) == len(hidden_NH) == len(tokens) - 1
+        tokens_L = torch.tensor(tokens)
+        self._counts_W += torch.bincount(tokens_L[prompt_len:], minlength=len(self._counts_W))
+        if len(tokens) - prompt_len < 2:
+            return
+        self.rows.append(Row(tokens_L, prompt_len, features_NF, hidden_NH, self.step))
+        self.num_tokens += len(tokens)
+        while self.num_tokens > self.config.buffer_tokens and len(self.rows) > 1:
+            worst = min(self.rows, key=lambda row: (row.step, row.num_tokens))
+            self.rows.remove(worst)
+            self.num_tokens -= worst.num_tokens
+
+    def next_step(self) -> None:
+        """A new rollout begins: what is here now is old."""
+        self.step += 1
+        self._counts_W -= self._counts_W // _DECAY
+
+    def counts(self) -> Tensor:
+        """How often each token stood in recent responses of this rank, int64 [W]; a copy."""
+        return self._counts_W.clone()
+
+    def sample(self, num_pairs: int, num_steps: int, random: torch.Generator) -> list[Window]:
+        """Windows with `num_pairs` query pairs in all, or fewer if the buffer holds no more.
+
+        Each is drawn from the old rows with probability `long_share`, otherwise from this step's
+        (one kind alone if the other is empty), by supervised pairs within the kind, no row twice.
+        """
+        spans = [_query_span(row, num_steps) for row in self.rows]
+        sizes = torch.tensor([stop - start for start, stop in spans], dtype=torch.float64)
+        old = torch.tensor([row.step < self.step for row in self.rows], dtype=torch.bool)
+        longest = min(self.config.window_tokens, max(num_pairs // 4, _SMALLEST))
+        windows: list[Window] = []
+        while num_pairs > 0 and sizes.sum() > 0:
+            chance = torch.rand((), generator=random).item()
+            kind = old if chance < self.config.long_share else ~old
+            weights = torch.where(kind, sizes, 0.0)
+            if weights.sum() == 0:
+                weights = sizes
+            index = int(torch.multinomial(weights, 1, generator=random))
+            (start, stop), row = spans[index], self.rows[index]
+            length = min(stop - start, longest, num_pairs)
+            start += int(torch.randint(stop - start - length + 1, (), generator=random))
+            context = max(0, start - self.config.context_tokens)
+            windows.append(Window(row, context, start, start + length))
+            sizes[index] = 0.0
+            num_pairs -= length
+        return windows
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything, as tensors only, so that safetensors can hold it."""
+        empty = torch.zeros(0)
+        return {
+            "counts": self._counts_W,
+            "step": torch.tensor(self.step),
+            "shapes": torch.tensor(
+                [[row.num_tokens, row.prompt_len, row.step] for row in self.rows],
+                dtype=torch.int64,
+            ).view(-1, 3),
+            "tokens": torch.cat([row.tokens_L for row in self.rows]) if self.rows else empty.long(),
+            "features": torch.cat([row.features_NF for row in self.rows]) if self.rows else empty,
+            "hidden": torch.cat([row.hidden_NH for row in self.rows]) if self.rows else empty,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._counts_W, self.step = state["counts"].clone(), int(state["step"])
+        self.rows, token, pair = [], 0, 0
+        for length, prompt_len, step in state["shapes"].tolist():
+            tokens = slice(token, token + length)
+            pairs = slice(pair, pair + length - 1)
+            features, hidden = state["features"][pairs].clone(), state["hidden"][pairs].clone()
+            self.rows.append(
+                Row(state["tokens"][tokens].clone(), prompt_len, features, hidden, step)
+            )
+            token, pair = tokens.stop, pairs.stop
+        self.num_tokens = token
+
+
+def _query_span(row: Row, num_steps: int) -> tuple[int, int]:
+    """The pairs (start, stop) that are supervised at one of the steps at least."""
+    return max(0, row.prompt_len - num_steps), row.num_tokens - 2
+
+
+def make_pack(
+    windows: list[Window], num_steps: int, device: torch.device
+) -> tuple[Pack, Tensor, Tensor]:
+    """The windows side by side, with what they are taught.
+
+    Returns (pack, hidden_JH, teacher_SM): the last hidden states of all teaching positions, and for
+    every step and query the row of hidden_JH that teaches it, -1 where nothing does.
+    """
+    features, tokens, positions, queries, later, documents = [], [], [], [], [], []
+    hidden, teachers, num_pairs, num_teachers = [], [], 0, 0
+    step_S1 = torch.arange(num_steps)[:, None]
+    for w in windows:
+        row, last = w.row, w.row.num_tokens - 1
+        features.append(row.features_NF[w.context : w.stop])
+        tokens.append(row.tokens_L[w.context + 1 : w.stop + 1])
+        positions.append(torch.arange(w.context, w.stop))
+        queries.append(torch.arange(w.start, w.stop) - w.context + num_pairs)
+        documents.append((w.stop - w.context, w.stop - w.start))
+        token_SM = torch.arange(w.start, w.stop) + 1 + step_S1  # the index in the row
+        later.append(torch.where(token_SM <= last, row.tokens_L[token_SM.clamp(max=last)], 0))
+        first = max(w.start + 1, row.prompt_len)
+        stop = min(w.stop + num_steps, last)
+        taught_SM = (token_SM >= first) & (token_SM < stop)
+        teachers.append(torch.where(taught_SM, token_SM - first + num_teachers, -1))
+        hidden.append(row.hidden_NH[first:stop])
+        num_pairs += w.stop - w.context
+        num_teachers += stop - first
+    pack = Pack(
+        torch.cat(features).to(device),
+        torch.cat(tokens).to(device),
+        torch.cat(positions).to(device),
+        torch.cat(queries).to(device),
+        torch.cat(later, 1).to(device),
+        documents,
+    )
+    return pack, torch.cat(hidden).to(device), torch.cat(teachers, 1).to(device)
+
+
+class DrafterTrainer:
+    """AdamW on the drafter, one short step at a time, over a replay buffer.
+
+    All sampling comes from its own generator. `version` counts steps; it is what hot swap and the
+    merge across ranks go by. The draft vocabulary changes only in `refresh_vocab`, which the owner
+    calls when all ranks can call it with the same counts: the ranks' heads stay comparable.
+    """
+
+    def __init__(
+        self, drafter: Eagle3Drafter, buffer: ReplayBuffer, config: DrafterConfig | None = None
+    ) -> None:
+        self.drafter, self.buffer = drafter, buffer
+        self.config = config = config or DrafterConfig()
+        self.version = 0
+        self.random = torch.Generator().manual_seed(config.seed)
+        self._size = float(config.pack_tokens or _FIRST_SIZE)
+        body = [p for name, p in drafter.named_parameters() if name != "head"]
+        groups: list[dict[str, Any]] = [{"params": body, "rate": config.learning_rate}]
+        if drafter.head is not None:
+            groups.append({"params": [drafter.head], "rate": config.head_learning_rate})
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+        )
+        for parameter in drafter.parameters():
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    @property
+    def budget_seconds(self) -> float:
+        default = 50.0 if self.drafter.fc.is_cuda else 250.0
+        return (self.config.train_step_ms or default) / 1000.0
+
+    def train_step(self) -> dict[str, Any]:
+        """One optimizer step.
+
+        Returns loss, tokens (supervised pairs, unrolled steps counted once), seconds,
+        buffer_tokens, and acceptance: per unrolled step the mean of sum_v min(p_v, q_v), what an
+        optimal verifier would accept of drafts within the draft vocabulary. tokens == 0: the buffer
+        is empty. A step whose loss or gradient is not finite leaves the weights alone.
+        """
+        started = time.perf_counter()
+        windows = self.buffer.sample(int(self._size), self.config.ttt_steps, self.random)
+        if not windows:
+            return {"loss": 0.0, "tokens": 0, "seconds": 0.0, "buffer_tokens": 0, "acceptance": []}
+        loss, acceptance = self.loss(windows)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip)
+        value = loss.item()
+        if math.isfinite(value) and math.isfinite(norm.item()):
+            warm = min(1.0, (self.version + 1) / max(self.config.warmup_steps, 1))
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["rate"] * warm
+            self.optimizer.step()
+            self.version += 1
+        seconds = time.perf_counter() - started
+        num_pairs = sum(w.stop - w.start for w in windows)
+        self._adapt(num_pairs, seconds)
+        return {
+            "loss": value,
+            "tokens": num_pairs,
+            "seconds": seconds,
+            "buffer_tokens": self.buffer.num_tokens,
+            "acceptance": acceptance.tolist(),
+        }
+
+    def loss(self, windows: list[Window]) -> tuple[Tensor, Tensor]:
+        """The loss of these windows (with its graph) and the acceptance per unrolled step [S].
+
+        loss = sum_s ttt_decay^s * mean over the step's supervised pairs.
+        """
+        c, drafter = self.config, self.drafter
+        device = drafter.fc.device
+        pack, hidden_JH, teacher_SM = make_pack(windows, c.ttt_steps, device)
+        drafter.reserve_positions(max(w.stop for w in windows) + c.ttt_steps)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            with torch.no_grad():
+                rows = drafter.target_rows()
+                teacher_JV = hidden_JH.to(rows.dtype) @ rows.T
+            states_SMH = torch.stack(drafter.unroll(pack, c.ttt_steps))
+            step_R, query_R = (teacher_SM >= 0).nonzero(as_tuple=True)
+            logits_RV = drafter.logits(states_SMH[step_R, query_R])
+        loss_R, accept_R = draft_loss(
+            logits_RV, teacher_JV[teacher_SM[step_R, query_R]], kind=c.loss, eta=c.lk_eta
+        )
+        num_S = torch.bincount(step_R, minlength=c.ttt_steps).clamp(min=1)
+        weight_S = c.ttt_decay ** torch.arange(c.ttt_steps, device=device) / num_S
+        sums_S = torch.zeros(c.ttt_steps, dtype=accept_R.dtype, device=device)
+        acceptance_S = sums_S.index_add(0, step_R, accept_R.detach()) / num_S
+        return (loss_R * weight_S[step_R]).sum(), acceptance_S
+
+    def _adapt(self, num_pairs: int, seconds: float) -> None:
+        """The next step's size. A step cut short by a small buffer says nothing of larger ones."""
+        if self.config.pack_tokens or num_pairs < int(self._size):
+            return
+        ratio = _TARGET_SHARE * self.budget_seconds / seconds
+        # Slow to grow and quick to shrink: an overlong step holds up the whole job.
+        self._size = min(max(self._size * min(max(ratio, 0.5), 1.25), _SMALLEST), _LARGEST)
+
+    # What merging and hot swap need (spot.Trainable).
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.drafter.named_parameters())
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self.drafter.named_parameters()
+            for key, value in self.optimizer.state[parameter].items()
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        own = self.tensors()
+        if set(tensors) != set(own):
+            raise ValueError(f"not the drafter's tensors: {sorted(set(tensors) ^ set(own))}")
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+        self.version = version
+
+    # The draft vocabulary.
+
+    def coverage(self, counts_W: Tensor) -> float:
+        """The part of these response tokens that the drafter can guess at all."""
+        total = int(counts_W.sum())
+        return int(counts_W[self.drafter.ids_V.cpu()].sum()) / total if total else 0.0
+
+    def refresh_vocab(self, counts_W: Tensor | None = None) -> bool:
+        """Takes the most frequent tokens as the draft vocabulary if that adds `vocab_gain`.
+
+        Trained head rows (and their moments) of tokens that stay are kept; new rows are the
+        target's. Deterministic in its inputs, so ranks that agree on counts agree afterwards.
+        Returns whether anything changed.
+        """
+        drafter = self.drafter
+        counts_W = self.buffer.counts() if counts_W is None else counts_W
+        if not drafter.config.reduced or not int(counts_W.sum()):
+            return False
+        old_V = drafter.ids_V.cpu()
+        new_V = choose_vocab(counts_W, len(old_V), old_V)
+        gain = int(counts_W[new_V].sum() - counts_W[old_V].sum()) / int(counts_W.sum())
+        if gain <= 0 or gain < self.config.vocab_gain:
+            return False
+        place_V = torch.searchsorted(old_V, new_V).clamp(max=len(old_V) - 1)
+        kept_V = (old_V[place_V] == new_V).to(drafter.ids_V.device)[:, None]
+        place_V = place_V.to(drafter.ids_V.device)
+        with torch.no_grad():
+            drafter.ids_V.copy_(new_V)
+            if drafter.head is not None:
+                head = drafter.head
+                head.copy_(torch.where(kept_V, head[place_V], drafter.target_rows().to(head)))
+                for key in ("exp_avg", "exp_avg_sq"):
+                    moment = self.optimizer.state[head][key]
+                    moment.copy_(torch.where(kept_V, moment[place_V], 0.0))
+        return True
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Weights, optimizer, buffer, generator and counters, as a flat dict of tensors."""
+        state = {f"drafter.{k}": v.detach() for k, v in self.drafter.state_dict().items()}
+        state |= {f"optimizer.{k}": v for k, v in self.optimizer_tensors().items()}
+        state |= {f"buffer.{k}": v for k, v in self.buffer.state_dict().items()}
+        state["version"] = torch.tensor(self.version)
+        state["size"] = torch.tensor(self._size, dtype=torch.float64)
+        state["random"] = self.random.get_state()
+        return {name: tensor.clone() for name, tensor in state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continues exactly where `state_dict` was taken (for the same sizes and config)."""
+        parts: dict[str, dict[str, Tensor]] = {"drafter": {}, "optimizer": {}, "buffer": {}}
+        for name, tensor in state.items():
+            part, _, rest = name.partition(".")
+            if rest:
+                parts[part][rest] = tensor
+        self.drafter.load_state_dict(parts["drafter"])
+        own = self.optimizer_tensors()
+        if set(own) != set(parts["optimizer"]):
+            raise ValueError("the checkpoint belongs to another drafter")
+        for name, tensor in parts["optimizer"].items():
+            own[name].copy_(tensor)
+        self.buffer.load_state_dict(parts["buffer"])
+        self.version, self._size = int(state["version"]), float(state["size"])
+        self.random.set_state(state["random"].cpu())

@@ -1,0 +1,449 @@
+"""Drafters: who guesses the next tokens of each row, and from what.
+
+`Eagle3Proposer` runs the draft model (eagle3.py) over slots beside the target's. It keeps the taps
+of every committed position and its own small key/value cache, and after each verify step it
+computes the new pairs again from the TARGET's taps, over whatever it had written from its own
+guesses. The cache is extended lazily, at the next proposal: while speculation is off nothing is
+computed, and switching it on (or swapping the weights) costs the drafter one pass of `fc` and two
+small products per pair and the target nothing.
+
+The other sources are in ngram.py: `NgramDrafter` copies what followed an earlier match and learns
+nothing; `MergedDrafter` puts both guesses into one tree.
+
+All proposals are coupled: they are sampled with the noise that the target will use (`gumbel_topk`),
+so a drafter equal to the target is always right. The shape of a tree follows EAGLE-2 (arXiv
+2406.16858): the most confident nodes are expanded and the most confident of all are kept. The
+confidence differs: with the noise known, the children of a node compete by score (log q + noise),
+and a softmax over those scores is the chance that each wins once the target's logits replace the
+drafter's (exactly so if they differ by Gumbel noise of scale 1; at T = 0 it is EAGLE-2's own rule).
+
+Left out: captured graphs for the drafter, a memory-shared prompt among siblings (its taps are
+copied), drafting for rows whose taps were not seen from the start (they get no drafts).
+
+How to run: `pytest tests/test_drafter.py`.
+
+Shape suffixes: B rows, N new tokens of a row, W beam (width), k children, T nodes, S cached pairs
+read, F = 3H taps, H hidden, V draft vocabulary, P pool of candidate nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitlt.draft import MAX_NODES, Draft, Taps, chain_parents
+from minitlt.eagle3 import (
+    DrafterConfig,
+    Eagle3Config,
+    Eagle3Drafter,
+    load_drafter,
+    save_drafter,
+    start_from_target,
+    tap_dtype,
+)
+from minitlt.kernels import gumbel_topk
+from minitlt.ngram import MergedDrafter, NgramDrafter, merge_drafts
+
+__all__ = [
+    "DrafterConfig",
+    "Eagle3Config",
+    "Eagle3Drafter",
+    "Eagle3Proposer",
+    "MergedDrafter",
+    "NgramDrafter",
+    "load_drafter",
+    "merge_drafts",
+    "save_drafter",
+    "start_from_target",
+]
+
+_TAIL = 16  # up to this many new pairs are computed together with the first guess
+_FILL = 512  # more are written first, this many at a time
+_READ_STEP = 128  # the cache is read in multiples of this many pairs
+_STEP_PENALTY = 1e-4  # a child is never as confident as its parent, not even after rounding
+_FLOOR = -30.0  # log confidence of one step is not let below this
+_NEVER = -1e4  # log confidence of what can follow a stop token
+
+
+class Sink(Protocol):
+    """Where finished rows go, normally the replay buffer."""
+
+    def add(
+        self, tokens: list[int], prompt_len: int, features_NF: Tensor, hidden_NH: Tensor
+    ) -> None: ...
+
+
+class Eagle3Proposer:
+    """The draft model behind slots; fulfils the engine's Drafter protocol.
+
+    drafter: the module that is trained; tied to the target by the caller. Proposals come from a
+        frozen copy of it (bfloat16 on a GPU), so training never disturbs them: `reload` takes the
+        weights over.
+    config: tap_dtype and tree_nodes are read.
+    buffer: takes every finished row with its taps, for training.
+    stop_ids: nothing is drafted behind these tokens.
+
+    Memory per token and slot: 6H bytes of taps in bfloat16 (8H with a buffer, which also needs the
+    last hidden state), plus 2 * kv heads * head dim * 4 bytes of cache on a CPU. SmolLM2-135M:
+    3.5 KB (4.6) + 1.5 KB. Slots and length grow by doubling; on a CPU untouched pages cost nothing.
+    """
+
+    name = "eagle"
+    needs_taps = True
+
+    def __init__(
+        self,
+        drafter: Eagle3Drafter,
+        config: DrafterConfig | None = None,
+        *,
+        buffer: Sink | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> None:
+        config = config or DrafterConfig()
+        self.drafter, self.sink = drafter, buffer
+        self.dtype, self.tree_nodes = tap_dtype(config.tap_dtype), config.tree_nodes
+        self.device = drafter.fc.device
+        narrow = self.device.type == "cuda" and drafter.fc.dtype == torch.float32
+        self.model = drafter.serving_copy(torch.bfloat16 if narrow else None)
+        self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=self.device)
+        self._num_slots = self._length = 0
+        self._lengths: list[int] = []  # tokens of the row in each slot
+        self._tapped: list[int] = []  # positions whose taps are here
+        self._cached: list[int] = []  # pairs whose keys and values come from the target's taps
+        self._buffers: dict[str, Tensor] = {}
+
+    # What the engine tells.
+
+    def begin(self, slot: int, prompt: list[int], group: int) -> None:
+        self._reserve(slot + 1, len(prompt) + 1)
+        self._buffers["tokens"][slot, : len(prompt)] = torch.tensor(prompt, device=self.device)
+        self._lengths[slot], self._tapped[slot], self._cached[slot] = len(prompt), 0, 0
+
+    def prefill(self, slot: int, start: int, taps: Taps) -> None:
+        stop = start + taps.features_BNF.shape[1]
+        assert start == self._tapped[slot] and stop < self._lengths[slot], "prefill out of order"
+        self._buffers["features"][slot, start:stop] = taps.features_BNF[0].to(self.dtype)
+        if self.sink is not None:
+            self._buffers["hidden"][slot, start:stop] = taps.hidden_BNH[0].to(self.dtype)
+        self._tapped[slot] = stop
+
+    def share(self, src: int, dst: int, length: int) -> None:
+        """dst has src's prompt: it takes the state of the first `length` positions."""
+        assert length <= min(self._tapped[src], self._lengths[dst] - 1)
+        self._copy(src, dst, length, ("features", "hidden", "keys", "values"))
+        self._tapped[dst], self._cached[dst] = length, min(self._cached[src], length)
+
+    def observe(self, slots: list[int], tokens_BN: Tensor, num_B: Tensor, taps: Taps) -> None:
+        """Appends the emitted tokens; what is written behind a row's own number is never read."""
+        starts = [self._lengths[slot] for slot in slots]
+        self._reserve(max(slots) + 1, max(starts) + tokens_BN.shape[1] + 1)
+        slot_B1 = torch.tensor(slots, device=self.device)[:, None]
+        at_BN = torch.tensor(starts, device=self.device)[:, None]
+        at_BN = at_BN + torch.arange(tokens_BN.shape[1], device=self.device)
+        self._buffers["tokens"][slot_B1, at_BN] = tokens_BN.clamp(min=0)
+        self._buffers["features"][slot_B1, at_BN - 1] = taps.features_BNF.to(self.dtype)
+        if self.sink is not None:
+            self._buffers["hidden"][slot_B1, at_BN - 1] = taps.hidden_BNH.to(self.dtype)
+        for slot, start, num in zip(slots, starts, num_B.tolist(), strict=True):
+            if self._tapped[slot] == start - 1:  # otherwise the row's beginning was never seen
+                self._tapped[slot] += num
+            self._lengths[slot] = start + num
+
+    def move(self, src: int, dst: int) -> None:
+        self._copy(src, dst, self._lengths[src], tuple(self._buffers))
+        for state in (self._lengths, self._tapped, self._cached):
+            state[dst] = state[src]
+
+    def finish(self, slot: int, prompt: list[int], completion: list[int]) -> None:
+        """Hands the row to the sink; its last token has no taps, the target never read it."""
+        tokens = prompt + completion
+        known = len(tokens) - 1
+        if self.sink is not None and 0 < known <= self._tapped[slot]:
+            features, hidden = (self._buffers[k][slot, :known] for k in ("features", "hidden"))
+            self.sink.add(tokens, len(prompt), features.clone(), hidden.clone())
+
+    def reload(self) -> None:
+        """Takes over the drafter's weights and draft vocabulary as they are now."""
+        self.load_state(self.drafter.state_dict())
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Copies new weights (any subset, by `state_dict` name) into place. No row loses its taps;
+        every cache is computed again at the next proposal."""
+        own = self.model.state_dict()
+        unknown = set(state) - set(own)
+        if unknown:
+            raise ValueError(f"not tensors of the drafter: {', '.join(sorted(unknown))}")
+        with torch.no_grad():
+            for name, tensor in state.items():
+                own[name].copy_(tensor)
+        self.model.pack_weights()
+        self._cached = [0] * self._num_slots
+
+    # Proposing.
+
+    @torch.no_grad()
+    def propose(
+        self,
+        slots: list[int],
+        roots_B: Tensor,
+        keys_B: Tensor,
+        positions_B: Tensor,
+        temperatures_B: Tensor,
+        depth: int,
+        width: int,
+        budget: int | None = None,
+    ) -> Draft:
+        """A chain of `depth` guesses, or for width > 1 a tree with at most `budget` nodes.
+
+        budget: default `tree_nodes`. Rows that have no pair yet (a prompt of one token) get pads.
+        """
+        assert slots == list(range(len(slots))), "active rows live in the first slots"
+        num_rows, width = len(slots), min(width, self.model.config.draft_vocab_size)
+        lengths = self._lengths[:num_rows]
+        assert self.device.type != "cpu" or lengths == positions_B.tolist()
+        self._reserve(num_rows, max(lengths) + depth * width)
+        self.model.reserve_positions(max(lengths) + depth)
+        num_new = self._catch_up(num_rows)
+        read = max(lengths) + (depth - 1) * width
+        read = min(-(-read // _READ_STEP) * _READ_STEP, self._length)
+        noise = (keys_B, positions_B, temperatures_B)
+        h_BH, logits_BV = self._first(num_rows, num_new, positions_B, read)
+        if width == 1:
+            draft = self._chain(h_BH, logits_BV, roots_B, noise, depth, read)
+        else:
+            nodes = min(self.tree_nodes if budget is None else budget, MAX_NODES - 1)
+            draft = self._tree(h_BH, logits_BV, roots_B, noise, depth, width, nodes, read)
+        for slot in slots:
+            if not self._tapped[slot] or self._tapped[slot] < self._lengths[slot] - 1:
+                draft.tokens_BT[slot, 1:] = draft.parents_BT[slot, 1:] = -1
+        return draft
+
+    def _catch_up(self, num_rows: int) -> int:
+        """Writes long stretches of missing keys and values; returns how many pairs per row `_first`
+        still has to compute. Only K and V are needed of a pair that is not the last."""
+        most = 1
+        for slot in range(num_rows):
+            pairs = self._tapped[slot]
+            start, missing = self._cached[slot], pairs - self._cached[slot]
+            if missing > _TAIL:
+                for at in range(start, pairs - 1, _FILL):
+                    self._fill(slot, at, min(at + _FILL, pairs - 1))
+                missing = 1
+            most = max(most, missing)
+            self._cached[slot] = pairs
+        return most
+
+    def _fill(self, slot: int, start: int, stop: int) -> None:
+        model, at_N = self.model, torch.arange(start, stop, device=self.device)
+        h_NH = model.fuse(self._buffers["features"][slot, start:stop].to(model.fc.dtype))
+        x_N2H = model.mix(self._buffers["tokens"][slot, start + 1 : stop + 1], h_NH)
+        k_NKD, v_NKD = model.keys_values(x_N2H, at_N)
+        self._buffers["keys"][slot, :, start:stop] = k_NKD.transpose(0, 1)
+        self._buffers["values"][slot, :, start:stop] = v_NKD.transpose(0, 1)
+
+    def _first(
+        self, num_rows: int, num_new: int, positions_B: Tensor, read: int
+    ) -> tuple[Tensor, Tensor]:
+        """The last `num_new` pairs of every row from the target's taps, and the first guess.
+
+        Rows with fewer new pairs compute old ones again (the same values); the last column is the
+        row's last pair, so nothing is ragged.
+        """
+        model = self.model
+        slot_B1 = torch.arange(num_rows, device=self.device)[:, None]
+        at_BN = positions_B[:, None] - 1 + torch.arange(-num_new, 0, device=self.device)
+        at_BN = at_BN.clamp_(min=0)
+        h_BNH = model.fuse(self._buffers["features"][slot_B1, at_BN])
+        x_BN2H = model.mix(self._buffers["tokens"][slot_B1, at_BN + 1], h_BNH)
+        q, k, v = model.attention_inputs(x_BN2H, at_BN)
+        self._write(slot_B1, at_BN, k, v)
+        mask_B1S = torch.arange(read, device=self.device) <= at_BN[:, -1:, None]
+        attended = self._attend(q[:, -1:], mask_B1S)
+        h_BH = model.finish(h_BNH[:, -1:], attended)[:, 0]
+        return h_BH, model.logits(h_BH)
+
+    def _next(
+        self, tokens_BW: Tensor, h_BWH: Tensor, rope_BW: Tensor, place_BW: Tensor, mask_BWS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One recurrent step from the drafter's own states; keys and values go to `place`."""
+        model = self.model
+        q, k, v = model.attention_inputs(model.mix(tokens_BW, h_BWH), rope_BW)
+        slot_B1 = torch.arange(tokens_BW.shape[0], device=self.device)[:, None]
+        self._write(slot_B1, place_BW, k, v)
+        h_BWH = model.finish(h_BWH, self._attend(q, mask_BWS))
+        return h_BWH, model.logits(h_BWH)
+
+    def _write(self, slot_B1: Tensor, place_BN: Tensor, k: Tensor, v: Tensor) -> None:
+        self._buffers["keys"][slot_B1, :, place_BN] = k
+        self._buffers["values"][slot_B1, :, place_BN] = v
+
+    def _attend(self, q_BWQD: Tensor, mask_BWS: Tensor) -> Tensor:
+        """Grouped-query attention to the slots; query heads of a group stand side by side."""
+        num_rows, width, heads, dim = q_BWQD.shape
+        read, kv = mask_BWS.shape[-1], self.model.config.num_kv_heads
+        q = q_BWQD.view(num_rows, width, kv, heads // kv, dim).transpose(1, 2).flatten(2, 3)
+        mask = mask_BWS[:, None, :, None].expand(-1, 1, -1, heads // kv, -1).flatten(2, 3)
+        keys = self._buffers["keys"][:num_rows, :, :read]
+        values = self._buffers["values"][:num_rows, :, :read]
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return out.view(num_rows, kv, width, heads // kv, dim).transpose(1, 2).flatten(2, 3)
+
+    def _chain(
+        self,
+        h_BH: Tensor,
+        logits_BV: Tensor,
+        roots_B: Tensor,
+        noise: tuple[Tensor, Tensor, Tensor],
+        depth: int,
+        read: int,
+    ) -> Draft:
+        keys_B, positions_B, temperatures_B = noise
+        tokens_B1, h_B1H = roots_B[:, None], h_BH[:, None]
+        columns, seen_S = [tokens_B1], torch.arange(read, device=self.device)
+        for level in range(depth):
+            if level:
+                at_B1 = positions_B[:, None] - 2 + level
+                mask_B1S = seen_S <= at_B1[:, :, None]
+                h_B1H, logits_B1V = self._next(tokens_B1, h_B1H, at_B1, at_B1, mask_B1S)
+                logits_BV = logits_B1V[:, 0]
+            tokens_B1 = self._best(logits_BV, keys_B, positions_B + level, temperatures_B, 1)[0]
+            columns.append(tokens_B1)
+        tokens_BT = torch.cat(columns, 1)
+        parents_BT = chain_parents(depth, self.device).repeat(len(roots_B), 1)
+        if len(self._stop_ids):
+            stop_BT = torch.isin(tokens_BT[:, 1:], self._stop_ids).long()
+            behind_BT = stop_BT.cumsum(1) - stop_BT > 0
+            tokens_BT[:, 1:].masked_fill_(behind_BT, -1)
+            parents_BT[:, 1:].masked_fill_(behind_BT, -1)
+        return Draft(tokens_BT, parents_BT)
+
+    def _tree(
+        self,
+        h_BH: Tensor,
+        logits_BV: Tensor,
+        roots_B: Tensor,
+        noise: tuple[Tensor, Tensor, Tensor],
+        depth: int,
+        width: int,
+        nodes: int,
+        read: int,
+    ) -> Draft:
+        """Level by level: the `width` most confident nodes get `width` children each."""
+        keys_B, positions_B, temperatures_B = noise
+        num_rows, first = len(roots_B), width
+        beam_BW, trust_BW = self._best(logits_BV, keys_B, positions_B, temperatures_B, width)
+        h_BWH = h_BH[:, None].expand(-1, width, -1)
+        node_BW = torch.arange(width, device=self.device).expand(num_rows, -1)  # index in the pool
+        place_W = torch.arange(width, device=self.device)
+        seen_BWA = node_BW.new_zeros(num_rows, width, 0)  # where the ancestors' keys lie
+        pool = [(beam_BW, torch.full_like(beam_BW, -1), trust_BW)]
+        row_BW = [t[:, None].expand(-1, width).flatten() for t in (keys_B, temperatures_B)]
+        committed_B1S = torch.arange(read, device=self.device) < positions_B[:, None, None] - 1
+        for level in range(1, depth):
+            place_BW = positions_B[:, None] - 1 + (level - 1) * width + place_W
+            seen_BWA = torch.cat([seen_BWA, place_BW[..., None]], -1)
+            mask_BWS = committed_B1S.repeat(1, width, 1).scatter_(2, seen_BWA, True)
+            rope_BW = (positions_B[:, None] - 2 + level).expand(-1, width)
+            h_BWH, logits_BWV = self._next(beam_BW, h_BWH, rope_BW, place_BW, mask_BWS)
+            at_BW = (positions_B[:, None] + level).expand(-1, width).flatten()
+            tokens, trust = self._best(logits_BWV.flatten(0, 1), row_BW[0], at_BW, row_BW[1], width)
+            trust_BWk = trust.view(num_rows, width, width)
+            if len(self._stop_ids):
+                stop_BW1 = torch.isin(beam_BW, self._stop_ids)[..., None]
+                trust_BWk = trust_BWk.masked_fill(stop_BW1, _NEVER)
+            trust_BP = (trust_BW[..., None] + trust_BWk).flatten(1)
+            tokens_BP = tokens.view(num_rows, -1)
+            pool.append((tokens_BP, node_BW.repeat_interleave(width, 1), trust_BP))
+            if level + 1 < depth:
+                trust_BW, top_BW = trust_BP.topk(width, 1)
+                beam_BW, from_BW = tokens_BP.gather(1, top_BW), (top_BW // width)[..., None]
+                h_BWH = h_BWH.gather(1, from_BW.expand(-1, -1, h_BWH.shape[-1]))
+                seen_BWA = seen_BWA.gather(1, from_BW.expand(-1, -1, level))
+                node_BW = first + top_BW
+                first += width * width
+        tokens_BP, parents_BP, trust_BP = (torch.cat(part, 1) for part in zip(*pool, strict=True))
+        return _prune(roots_B, tokens_BP, parents_BP, trust_BP, nodes)
+
+    def _best(
+        self, logits_NV: Tensor, keys_N: Tensor, positions_N: Tensor, temperatures_N: Tensor, k: int
+    ) -> tuple[Tensor, Tensor]:
+        """The k best coupled proposals [N, k], best first, and the log confidence in each."""
+        ids_V = self.model.ids_V if self.model.config.reduced else None
+        tokens_Nk, _, scores_Nk, _ = gumbel_topk(
+            logits_NV, keys_N, positions_N, temperatures_N, k, ids_V
+        )
+        trust_Nk = scores_Nk.log_softmax(-1).clamp(min=_FLOOR) - _STEP_PENALTY
+        return tokens_Nk, trust_Nk
+
+    # Storage.
+
+    def _reserve(self, num_slots: int, length: int) -> None:
+        if num_slots <= self._num_slots and length <= self._length:
+            return
+        slots = self._num_slots
+        while slots < num_slots:
+            slots = max(2 * slots, 1)
+        room = max(self._length, _READ_STEP)
+        while room < length:
+            room *= 2
+        c, old = self.model.config, self._buffers
+        cache = (slots, c.num_kv_heads, room, c.head_dim)
+        # Zeros, because what lies behind a row's end is masked but still multiplied by zero.
+        self._buffers = {
+            "tokens": torch.zeros(slots, room, dtype=torch.int64, device=self.device),
+            "features": torch.zeros(
+                slots, room, 3 * c.hidden_size, dtype=self.dtype, device=self.device
+            ),
+            "keys": torch.zeros(cache, dtype=self.model.fc.dtype, device=self.device),
+            "values": torch.zeros(cache, dtype=self.model.fc.dtype, device=self.device),
+        }
+        if self.sink is not None:
+            self._buffers["hidden"] = torch.zeros(
+                slots, room, c.hidden_size, dtype=self.dtype, device=self.device
+            )
+        for slot in range(self._num_slots):
+            for name, buffer in old.items():
+                _rows(name, self._buffers[name], slot, self._lengths[slot]).copy_(
+                    _rows(name, buffer, slot, self._lengths[slot])
+                )
+        for state in (self._lengths, self._tapped, self._cached):
+            state.extend([0] * (slots - self._num_slots))
+        self._num_slots, self._length = slots, room
+
+    def _copy(self, src: int, dst: int, length: int, names: Sequence[str]) -> None:
+        for name in names:
+            if name in self._buffers:
+                buffer = self._buffers[name]
+                _rows(name, buffer, dst, length).copy_(_rows(name, buffer, src, length))
+
+
+def _rows(name: str, buffer: Tensor, slot: int, length: int) -> Tensor:
+    """The first `length` positions of a slot."""
+    return buffer[slot, :, :length] if name in ("keys", "values") else buffer[slot, :length]
+
+
+def _prune(
+    roots_B: Tensor, tokens_BP: Tensor, parents_BP: Tensor, trust_BP: Tensor, nodes: int
+) -> Draft:
+    """The most confident nodes of the pool, parents before children, under the root.
+
+    A child is less confident than its parent, so a kept node's ancestors are kept too; the pool is
+    in level order, so ascending pool indices put parents first.
+    """
+    num_rows = len(roots_B)
+    nodes = min(nodes, tokens_BP.shape[1])
+    kept_BT = trust_BP.topk(nodes, 1).indices.sort(1).values
+    new_BP = torch.full_like(parents_BP, -1)
+    new_BP.scatter_(
+        1, kept_BT, torch.arange(1, nodes + 1, device=roots_B.device).expand(num_rows, -1)
+    )
+    parents_BT = parents_BP.gather(1, kept_BT)
+    parents_BT = torch.where(parents_BT < 0, 0, new_BP.gather(1, parents_BT.clamp(min=0)))
+    return Draft(
+        torch.cat([roots_B[:, None], tokens_BP.gather(1, kept_BT)], 1),
+        torch.cat([torch.full_like(roots_B[:, None], -1), parents_BT], 1),
+    )

@@ -1,0 +1,603 @@
+"""The draft model: one Llama-type layer that reads the target's hidden states (EAGLE-3).
+
+The idea (EAGLE-3, arXiv 2503.01840). The target has already computed, at every committed position,
+hidden states that say most of what comes next. `fc` fuses three of them (low, mid and high layers)
+into one *feature* h; a single decoder layer reads the pair (embedding of the next token, h) and its
+output is both a guess of the next token and the h of the pair after it, so the model can run on
+from its own output:
+
+    pair t = (x_{t+1}, h_t), rope position t, guesses x_{t+2}
+    x_2H   = [norm_in(embed(x_{t+1})), norm_h(h_t)]            queries, keys and values read this
+    h'     = h_t + out(attention(x_2H));  h' = h' + mlp(norm_post(h'))
+    logits = head(norm(h'));              h_{t+1} := h'        (the state before the norm)
+
+Two matrices belong to the target: the embedding and, unless `own_head`, the head rows. They are
+tied by reference (`tie`), never copied, so a policy update cannot leave them behind. The drafter
+may guess from a reduced vocabulary: `ids_V` holds the target ids it knows, ascending.
+
+Left out: the flags of EAGLE 3.1 (post-norm recurrence, a norm per tap) and attention biases; no
+engine needs them of a drafter trained here. More than one layer, other rope types than the static
+ones (default, linear, llama3, yarn).
+
+How to run: `pytest tests/test_drafter.py`.
+
+Shape suffixes: N pairs, M query pairs of a pack, S unrolled steps, H hidden, F = 3H taps, D head
+dim, V draft vocabulary (DV in file formats), W the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+FILE = "drafter.safetensors"
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+LOSSES = ("lk", "kl", "tv")
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class DrafterConfig:
+    """The `drafter:` block of a recipe. ValueError names the field that is out of range."""
+
+    start: str = _option(
+        "target",
+        "where the drafter starts: target (last MLP, high tap and head rows are copied), random, "
+        "or a folder with a saved or exported drafter",
+    )
+    draft_vocab_size: int = _option(4096, "tokens the drafter can guess; 0 is the full vocabulary")
+    train_head: bool = _option(True, "own, trained head rows; otherwise the target's, by reference")
+    tap_dtype: str = _option("bfloat16", "how taps are kept: bfloat16, float16, float32, float64")
+    tree_nodes: int = _option(16, "nodes of a tree draft, the root not counted")
+    ngram_min: int = _option(2, "shortest suffix that the n-gram drafter matches, in tokens")
+    ngram_max: int = _option(16, "longer matches than this are not told apart")
+    ngram_tokens: int = _option(200_000, "tokens that the n-gram index remembers (400 bytes each)")
+    loss: str = _option("lk", "lk (KL early, total variation late), kl or tv")
+    lk_eta: float = _option(3.0, "lk: the KL's weight is exp(-eta * acceptance)")
+    ttt_steps: int = _option(2, "steps that training unrolls the drafter on its own states")
+    ttt_decay: float = _option(0.8, "weight of each unrolled step's loss against the one before")
+    learning_rate: float = _option(1e-3, "AdamW, all but the head")
+    head_learning_rate: float = _option(2e-4, "AdamW, the head")
+    warmup_steps: int = _option(20, "train steps until the learning rates are reached")
+    weight_decay: float = _option(0.0, "AdamW")
+    clip: float = _option(0.5, "largest norm of a gradient")
+    train_step_ms: float = _option(0.0, "time a train step may take; 0: 50 on GPU, 250 on CPU")
+    pack_tokens: int = _option(0, "pairs a train step supervises; 0 adapts to train_step_ms")
+    window_tokens: int = _option(256, "most supervised pairs taken from one row at a time")
+    context_tokens: int = _option(512, "pairs before a window that it may attend to")
+    buffer_tokens: int = _option(32_768, "tokens that the replay buffer holds")
+    long_share: float = _option(0.5, "part of a pack from the last step's longest rows")
+    vocab_gain: float = _option(0.005, "coverage a new draft vocabulary must add to be taken")
+    seed: int = _option(0, "of the drafter's first weights and of its training samples")
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ValueError(f"drafter.loss is {self.loss!r}; choose {', '.join(LOSSES)}")
+        tap_dtype(self.tap_dtype)
+        for name in ("tree_nodes", "ngram_min", "ngram_tokens", "ttt_steps", "window_tokens",
+                     "buffer_tokens", "learning_rate", "clip"):  # fmt: skip
+            if not getattr(self, name) > 0:
+                raise ValueError(f"drafter.{name} must be positive, not {getattr(self, name)}")
+        for name in ("draft_vocab_size", "pack_tokens", "context_tokens", "train_step_ms",
+                     "warmup_steps", "weight_decay", "head_learning_rate"):  # fmt: skip
+            if getattr(self, name) < 0:
+                raise ValueError(f"drafter.{name} cannot be negative, got {getattr(self, name)}")
+        for name in ("long_share", "ttt_decay", "vocab_gain"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"drafter.{name} must lie in [0, 1], not {getattr(self, name)}")
+        if self.ngram_max < self.ngram_min:
+            raise ValueError("drafter.ngram_max must not be smaller than drafter.ngram_min")
+
+
+def tap_dtype(name: str) -> torch.dtype:
+    """The dtype of this name; ValueError for one that cannot hold hidden states."""
+    if name not in ("bfloat16", "float16", "float32", "float64"):
+        raise ValueError(f"drafter.tap_dtype is {name!r}; choose bfloat16, float16, float32")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Size facts of a draft model, normally read off the target. `rope` is transformers'
+    `rope_parameters`; `tap_layers` index the target's hidden_states (entry i = input of layer i).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float
+    max_positions: int
+    rope: dict[str, Any]
+    num_target_layers: int
+    tap_layers: tuple[int, int, int]
+    own_head: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"a draft vocabulary of {self.draft_vocab_size} does not fit the target's "
+                f"{self.vocab_size} tokens"
+            )
+        if self.rope.get("rope_type", "default") not in STATIC_ROPE:
+            raise ValueError(
+                f"rope type {self.rope.get('rope_type')!r} is not supported by the drafter; "
+                f"supported: {', '.join(STATIC_ROPE)}"
+            )
+        if float(self.rope.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise ValueError("partial rotary embeddings are not supported by the drafter")
+
+    @classmethod
+    def from_target(
+        cls,
+        config: Any,
+        drafter: DrafterConfig | None = None,
+        *,
+        tap_layers: tuple[int, int, int] | None = None,
+    ) -> Eagle3Config:
+        """The drafter of this target (`config` is transformers'). A draft vocabulary above the
+        target's is cut to it."""
+        drafter = drafter or DrafterConfig()
+        layers, heads = config.num_hidden_layers, config.num_attention_heads
+        vocab = config.vocab_size
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab_size=vocab,
+            draft_vocab_size=min(drafter.draft_vocab_size or vocab, vocab),
+            rms_norm_eps=config.rms_norm_eps,
+            max_positions=config.max_position_embeddings,
+            rope=rope_parameters(config),
+            num_target_layers=layers,
+            tap_layers=tap_layers or default_taps(layers),
+            own_head=drafter.train_head,
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Eagle3Config:
+        """The inverse of `dataclasses.asdict`; ValueError for missing or unknown names."""
+        names = {f.name for f in fields(cls)}
+        if set(values) != names:
+            odd = sorted(set(values) ^ names)
+            raise ValueError(f"drafter config: missing or unknown names: {', '.join(odd)}")
+        return cls(**{**values, "tap_layers": tuple(values["tap_layers"])})
+
+    @property
+    def reduced(self) -> bool:
+        return self.draft_vocab_size < self.vocab_size
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's [2, L // 2, L - 3], clamped into 1..L-1 for targets with fewer than 7 layers."""
+    top = max(num_layers - 1, 0)
+    low, mid, high = (min(max(i, 1), top) for i in (2, num_layers // 2, num_layers - 3))
+    return low, mid, high
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """transformers' new-style rope parameters of a config, also of one in the old style."""
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        scaling = dict(getattr(config, "rope_scaling", None) or {})
+        theta = getattr(config, "rope_theta", None)
+        if theta is None:
+            raise ValueError("the model has no rotary embedding; the drafter needs one")
+        scaling.setdefault("rope_type", scaling.pop("type", None) or "default")
+        rope = {"rope_theta": theta, **scaling}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError("rotary embeddings that differ by layer are not supported by the drafter")
+    return dict(rope)
+
+
+def llama_config(config: Eagle3Config) -> dict[str, Any]:
+    """The keys of a one-layer transformers LlamaConfig with these sizes."""
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.rms_norm_eps,
+        "hidden_act": "silu",
+        "rope_parameters": dict(config.rope),
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+@dataclass
+class Pack:
+    """Pairs of several documents side by side; a pair sees earlier pairs of its own document only.
+
+    features_NF, tokens_N, positions_N: the pairs (x_{t+1}, taps of t) and their rope positions t.
+    query_M: which of the N pairs are run through the whole layer; the others are only seen.
+    tokens_SM: the token of each query pair at unrolled step s, i.e. x_{t+1+s}; row 0 repeats
+        tokens_N[query_M].
+    documents: (number of pairs, how many of the last of them are queries) per document, in order.
+    """
+
+    features_NF: Tensor
+    tokens_N: Tensor
+    positions_N: Tensor
+    query_M: Tensor
+    tokens_SM: Tensor
+    documents: list[tuple[int, int]]
+
+
+class _TargetTensors:
+    """The target's two matrices, referred to. A drafter and its serving copies share one of these,
+    so one `tie` reaches them all; nn.Module does not adopt what hangs on a plain object."""
+
+    def __init__(self) -> None:
+        self.embed: Tensor | None = None
+        self.head: Tensor | None = None
+        self.ties = 0
+
+
+class Eagle3Drafter(nn.Module):
+    """The draft model. Every parameter is its own; the target's tensors are only referred to.
+
+    Parameters are named as the formulas above; queries, keys and values share one matrix, gate and
+    up another. `ids_V` (buffer) maps draft ids to target ids.
+    """
+
+    ids_V: Tensor
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.config = c = config
+        random = torch.Generator().manual_seed(seed)
+
+        def matrix(rows: int, columns: int) -> nn.Parameter:
+            values = torch.empty(rows, columns, dtype=torch.float32)
+            return nn.Parameter(values.normal_(0.0, 0.02, generator=random).to(device, dtype))
+
+        def ones() -> nn.Parameter:
+            return nn.Parameter(torch.ones(c.hidden_size, dtype=dtype, device=device))
+
+        wide = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        self.fc = matrix(c.hidden_size, 3 * c.hidden_size)
+        self.qkv = matrix(wide, 2 * c.hidden_size)
+        self.out = matrix(c.hidden_size, c.num_heads * c.head_dim)
+        self.gate_up = matrix(2 * c.intermediate_size, c.hidden_size)
+        self.down = matrix(c.hidden_size, c.intermediate_size)
+        self.norm_in, self.norm_h, self.norm_post, self.norm = ones(), ones(), ones(), ones()
+        self.head = matrix(c.draft_vocab_size, c.hidden_size) if c.own_head else None
+        self.register_buffer("ids_V", torch.arange(c.draft_vocab_size, device=device))
+        self._inv_freq, self._rope_scale = _rope_frequencies(c)
+        self._cos_sin: tuple[Tensor, Tensor] | None = None
+        self._target = _TargetTensors()
+        self._rows: tuple[tuple[int, ...], Tensor] | None = None
+        self._packed: dict[str, Tensor] = {}
+
+    # The target's tensors.
+
+    def tie(self, embed_weight: Tensor, lm_head_weight: Tensor) -> None:
+        """Points the drafter at the target's embedding and head, both [W, H], by reference.
+
+        Call it again after every refresh that replaced the tensors or wrote through `.data`;
+        ordinary in-place updates are noticed by themselves.
+        """
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        for name, weight in (("embedding", embed_weight), ("lm head", lm_head_weight)):
+            if weight.shape[1] != shape[1] or weight.shape[0] < shape[0]:
+                raise ValueError(f"the target's {name} is {tuple(weight.shape)}, expected {shape}")
+        self._target.embed, self._target.head = embed_weight, lm_head_weight
+        self._target.ties += 1
+
+    def target_rows(self) -> Tensor:
+        """The target's head rows of the draft vocabulary, [V, H], detached.
+
+        A full vocabulary is the tensor itself. A reduced one is gathered once per version of the
+        target's head and of `ids_V`.
+        """
+        assert self._target.head is not None, "tie() the drafter to its target first"
+        head = self._target.head.detach()
+        if not self.config.reduced:
+            return head[: self.config.vocab_size]
+        key = (self._target.ties, head.data_ptr(), head._version, self.ids_V._version)
+        if self._rows is None or self._rows[0] != key:
+            self._rows = (key, head[self.ids_V.to(head.device)].to(self.fc.dtype))
+        return self._rows[1]
+
+    def embed(self, tokens_N: Tensor) -> Tensor:
+        assert self._target.embed is not None, "tie() the drafter to its target first"
+        return F.embedding(tokens_N, self._target.embed.detach()).to(self.fc.dtype)
+
+    # The pieces of one step. N may be any leading shape.
+
+    def fuse(self, features_NF: Tensor) -> Tensor:
+        """fc: three taps of width H each in, one feature of width H out."""
+        assert features_NF.shape[-1] == 3 * self.config.hidden_size, "fc reads 3H features"
+        return self._mm("fc", features_NF.to(self.fc.dtype))
+
+    def mix(self, tokens_N: Tensor, h_NH: Tensor) -> Tensor:
+        """The layer's input, twice the hidden width."""
+        assert h_NH.shape[-1] == self.config.hidden_size, "the recurrent state has width H"
+        token = self._norm(self.embed(tokens_N), self.norm_in)
+        return torch.cat([token, self._norm(h_NH, self.norm_h)], -1)
+
+    def queries(self, x_N2H: Tensor, positions_N: Tensor) -> Tensor:
+        """[N, heads, D], rotated."""
+        rows = self.config.num_heads * self.config.head_dim
+        return self._rotate(self._heads(F.linear(x_N2H, self.qkv[:rows])), positions_N)
+
+    def keys_values(self, x_N2H: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Each [N, kv heads, D]; keys are rotated."""
+        rows = self.config.num_heads * self.config.head_dim
+        k, v = self._heads(F.linear(x_N2H, self.qkv[rows:])).chunk(2, -2)
+        return self._rotate(k, positions_N), v
+
+    def attention_inputs(self, x_N2H: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values in one product."""
+        heads, kv = self.config.num_heads, self.config.num_kv_heads
+        qkv = self._heads(self._mm("qkv", x_N2H))
+        qk = self._rotate(qkv[..., : heads + kv, :], positions_N)
+        return qk[..., :heads, :], qk[..., heads:, :], qkv[..., heads + kv :, :]
+
+    def finish(self, h_NH: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer: attended [N, heads, D] in, the next recurrent state out."""
+        h_NH = h_NH + self._mm("out", attended.flatten(-2))
+        gate, up = self._mm("gate_up", self._norm(h_NH, self.norm_post)).chunk(2, -1)
+        return h_NH + self._mm("down", F.silu(gate) * up)
+
+    def logits(self, h_NH: Tensor) -> Tensor:
+        """[N, V] over the draft vocabulary. The norm is the head's; the state goes on without."""
+        return self._mm("head", self._norm(h_NH, self.norm))
+
+    def unroll(self, pack: Pack, num_steps: int) -> list[Tensor]:
+        """The recurrent state of every query pair after each of `num_steps` steps, [M, H] each.
+
+        EAGLE-3's training-time test: step 0 reads the target's features, step s the state of step
+        s - 1 with the true token s places on. A query at step s sees the step-0 keys up to its own
+        place and, at its own place only, the keys of steps 1..s: exactly what it would see had the
+        drafter run on from there. Attention is computed document by document (block-diagonal).
+        """
+        h_NH = self.fuse(pack.features_NF)
+        x_N2H = self.mix(pack.tokens_N, h_NH)
+        k_NKD, v_NKD = self.keys_values(x_N2H, pack.positions_N)
+        at_M = pack.positions_N[pack.query_M]
+        q_MQD = self.queries(x_N2H[pack.query_M], at_M)
+        h_MH, states = h_NH[pack.query_M], []
+        later: list[tuple[Tensor, Tensor]] = []
+        for step in range(num_steps):
+            if step:
+                x_M2H = self.mix(pack.tokens_SM[step], h_MH)
+                q_MQD, k_MKD, v_MKD = self.attention_inputs(x_M2H, at_M + step)
+                later.append((k_MKD, v_MKD))
+            attended = _attend_documents(q_MQD, k_NKD, v_NKD, later, pack.documents)
+            h_MH = self.finish(h_MH, attended)
+            states.append(h_MH)
+        return states
+
+    # Serving.
+
+    def serving_copy(self, dtype: torch.dtype | None = None) -> Eagle3Drafter:
+        """A frozen drafter with the same weights and the same target, ready to propose."""
+        copy = Eagle3Drafter(self.config, dtype=dtype or self.fc.dtype, device=self.fc.device)
+        copy.requires_grad_(False)
+        copy._target = self._target
+        copy.load_state_dict(self.state_dict())
+        copy.pack_weights()
+        return copy
+
+    def pack_weights(self) -> None:
+        """Reorders the weights for oneDNN (fp32 on a CPU; elsewhere nothing is to be done).
+
+        Two to eight rows then cost little more than one. Call it again after every change of the
+        weights: training never packs, and a packed drafter cannot be trained.
+        """
+        self._packed = {}
+        if self.fc.device.type != "cpu" or self.fc.dtype != torch.float32:
+            return
+        if not torch.backends.mkldnn.is_available():
+            return
+        names = ["fc", "qkv", "out", "gate_up", "down"] + (["head"] if self.config.own_head else [])
+        for name in names:
+            weight = getattr(self, name).detach().contiguous()
+            self._packed[name] = torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """Makes room in the rope table; grows by doubling."""
+        device = self.fc.device
+        if self._cos_sin is not None:
+            cos = self._cos_sin[0]
+            if cos.device == device and cos.shape[0] >= num_positions:
+                return
+        size = max(256, 1 << (num_positions - 1).bit_length())
+        angle = torch.arange(size, dtype=torch.float32)[:, None] * self._inv_freq
+        cos, sin = angle.cos() * self._rope_scale, angle.sin() * self._rope_scale
+        # rotate_half(x) = [-x2, x1] is a roll by half with the sign moved into the table.
+        table = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        self._cos_sin = table[0].to(device, self.fc.dtype), table[1].to(device, self.fc.dtype)
+
+    def _rotate(self, x_NQD: Tensor, positions_N: Tensor) -> Tensor:
+        assert self._cos_sin is not None, "reserve_positions() first"
+        cos_N1D = self._cos_sin[0][positions_N][..., None, :]
+        sin_N1D = self._cos_sin[1][positions_N][..., None, :]
+        return torch.addcmul(x_NQD * cos_N1D, x_NQD.roll(self.config.head_dim // 2, -1), sin_N1D)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.config.head_dim))
+
+    def _norm(self, x_NH: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x_NH, (x_NH.shape[-1],), weight, self.config.rms_norm_eps)
+
+    def _mm(self, name: str, x: Tensor) -> Tensor:
+        packed = self._packed.get(name)
+        if packed is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        weight = self.target_rows() if name == "head" and self.head is None else getattr(self, name)
+        return F.linear(x, weight.to(x.dtype))
+
+
+def _rope_frequencies(config: Eagle3Config) -> tuple[Tensor, float]:
+    """Inverse frequencies [D / 2] and the factor on cos and sin, from transformers' own rules."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    sizes = llama_config(config) | {"hidden_size": config.num_heads * config.head_dim}
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**sizes))
+    return rotary.inv_freq.float().cpu(), float(rotary.attention_scaling)
+
+
+def _attend_documents(
+    q_MQD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    later: list[tuple[Tensor, Tensor]],
+    documents: list[tuple[int, int]],
+) -> Tensor:
+    """[M, heads, D]: attention of each document's queries to its own keys (see `unroll`)."""
+    out, first, query = [], 0, 0
+    for num_pairs, num_queries in documents:
+        keys, at = slice(first, first + num_pairs), slice(query, query + num_queries)
+        own = [(k[at], v[at]) for k, v in later]
+        out.append(_attend_document(q_MQD[at], k_NKD[keys], v_NKD[keys], own))
+        first, query = keys.stop, at.stop
+    return torch.cat(out)
+
+
+def _attend_document(
+    q_MQD: Tensor, k_NKD: Tensor, v_NKD: Tensor, later: list[tuple[Tensor, Tensor]]
+) -> Tensor:
+    (m, heads, dim), (n, kv, _) = q_MQD.shape, k_NKD.shape
+    q_KGMD = q_MQD.view(m, kv, heads // kv, dim).permute(1, 2, 0, 3)
+    k_KND, v_KND = k_NKD.transpose(0, 1), v_NKD.transpose(0, 1)
+    scores = torch.matmul(q_KGMD, k_KND[:, None].transpose(-1, -2))
+    place_M1 = torch.arange(n - m, n, device=q_MQD.device)[:, None]
+    scores = scores.masked_fill(torch.arange(n, device=q_MQD.device) > place_M1, float("-inf"))
+    own = [k.transpose(0, 1)[:, None] for k, _ in later]
+    scores = torch.cat([scores] + [(q_KGMD * k).sum(-1, keepdim=True) for k in own], -1)
+    weights = torch.softmax(scores * dim**-0.5, -1)
+    out = torch.matmul(weights[..., :n], v_KND[:, None])
+    for i, (_, v) in enumerate(later):
+        out = out + weights[..., n + i : n + i + 1] * v.transpose(0, 1)[:, None]
+    return out.permute(2, 0, 1, 3).reshape(m, heads, dim)
+
+
+def start_from_target(drafter: Eagle3Drafter, named: Mapping[str, Tensor]) -> None:
+    """The cold start: copies what the target already knows. `named`: its full tensors by name.
+
+    fc starts as a copy of the high tap, the MLP and its norm as the target's last layer, the final
+    norm and the own head (the tied target's rows) as the target's. The attention stays random.
+    Raises ValueError where the target has no Llama-type MLP of the drafter's size.
+    """
+    c = drafter.config
+    last = f"model.layers.{c.num_target_layers - 1}"
+    names = [f"{last}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+    names += [f"{last}.post_attention_layernorm.weight", "model.norm.weight"]
+    missing = [name for name in names if name not in named]
+    if missing:
+        raise ValueError(f"cannot start the drafter from this target: no {', '.join(missing)}")
+    gate, up, down, norm_post, norm = (named[name].detach() for name in names)
+    if gate.shape[0] != c.intermediate_size:
+        raise ValueError(f"the target's MLP is {gate.shape[0]} wide, not {c.intermediate_size}")
+    with torch.no_grad():
+        drafter.fc.zero_()
+        drafter.fc[:, 2 * c.hidden_size :].fill_diagonal_(1.0)
+        drafter.gate_up.copy_(torch.cat([gate, up]))
+        drafter.down.copy_(down)
+        drafter.norm_post.copy_(norm_post)
+        drafter.norm.copy_(norm)
+        if drafter.head is not None:
+            drafter.head.copy_(drafter.target_rows())
+
+
+def choose_vocab(counts_W: Tensor, size: int, keep_V: Tensor | None = None) -> Tensor:
+    """The `size` most frequent token ids, ascending, int64 [size].
+
+    Ties, among them all tokens never seen, go to ids of `keep_V` (the vocabulary in use), then to
+    the lowest id, so that a refresh changes no more rows than it must.
+    """
+    if size > counts_W.numel():
+        raise ValueError(f"a draft vocabulary of {size} from {counts_W.numel()} tokens")
+    order = torch.arange(counts_W.numel())
+    if keep_V is not None:
+        kept = torch.zeros(counts_W.numel(), dtype=torch.bool)
+        kept[keep_V.cpu()] = True
+        order = order[(~kept).long().argsort(stable=True)]
+    by_count = counts_W.cpu()[order].argsort(descending=True, stable=True)
+    return order[by_count[:size]].sort().values
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Writes beside `path`, syncs, renames: a reader finds the old file or the new, never half."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(beside)
+        with open(beside, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def save_drafter(folder: str | Path, drafter: Eagle3Drafter) -> Path:
+    """Writes `folder`/drafter.safetensors (weights, draft vocabulary, sizes), atomically."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {k: v.detach().cpu().contiguous() for k, v in drafter.state_dict().items()}
+    metadata = {"format": "pt", "minitlt_drafter": json.dumps(asdict(drafter.config))}
+    path = folder / FILE
+    write_atomically(path, lambda beside: save_file(tensors, beside, metadata))
+    return path
+
+
+def load_drafter(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Eagle3Drafter:
+    """The drafter that `save_drafter` wrote, not yet tied. ValueError for any other file."""
+    path = Path(folder) / FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no {FILE}")
+    with safe_open(path, "pt") as file:
+        text = (file.metadata() or {}).get("minitlt_drafter")
+        if text is None:
+            raise ValueError(f"{path} was not written by save_drafter")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    config = Eagle3Config.from_dict(json.loads(text))
+    drafter = Eagle3Drafter(config, dtype=dtype or tensors["fc"].dtype, device=device)
+    drafter.load_state_dict(tensors)
+    return drafter

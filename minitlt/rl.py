@@ -1,0 +1,527 @@
+"""GRPO on TRL with speculative rollouts: one overridden method.
+
+`MiniTLTTrainer` is TRL's GRPOTrainer whose `_generate_single_turn` runs our engine. TRL keeps
+rewards, advantages, loss, logging and checkpoints. One generation, per rank:
+
+    refresh the engine's weights if the policy moved      (the only collective region)
+    spot.begin; engine.generate; between verify steps spot.poll picks up fresher drafters
+    spot.harvest: train the drafter until the last rank is done, then merge
+    hand (completion ids, logprobs) back to TRL
+
+Keys are hash(seed, generation, global row), so the same run on one rank or eight draws the same
+completions. `full_parameters` yields the policy's weights one full tensor at a time, under DDP,
+FSDP2, ZeRO-3 and LoRA (merged out of place), with the same collectives on every rank.
+
+Left out: images, stop strings, TRL's own vLLM and continuous batching (refused with a reason).
+How to try it: `minitlt train`, `pytest tests/test_rl.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+from minitlt.config import ConfigError, RolloutConfig, suggest
+from minitlt.distill import DrafterTrainer, ReplayBuffer
+from minitlt.drafter import Eagle3Proposer, NgramDrafter
+from minitlt.eagle3 import (
+    DrafterConfig,
+    Eagle3Config,
+    Eagle3Drafter,
+    load_drafter,
+    start_from_target,
+)
+from minitlt.events import EventLog
+from minitlt.kernels import row_key
+from minitlt.spec import Arm, Bandit, Rollout, RolloutEngine, SamplingParams
+from minitlt.spot import INLINE, SpotConfig, SpotTrainer
+from minitlt.target import make_target
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_EVAL_GENERATION = 1 << 40  # evaluation draws from generations that training never reaches
+_PASSED = {  # generation settings that the engine has, by TRL's name
+    "max_new_tokens": "max_new_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "min_new_tokens": "min_new_tokens",
+    "suppress_tokens": "suppress_ids",
+    "eos_token_id": "stop_ids",
+}
+_SILENT = {"do_sample", "pad_token_id", "bos_token_id", "cache_implementation", "use_cache"}
+
+
+class RewardTap:
+    """A reward function that remembers its last values, for the log's sample rows."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.values: list[float | None] = []
+        self.seconds = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[float | None]:
+        start = time.perf_counter()
+        values = self.function(*args, **kwargs)
+        self.seconds += time.perf_counter() - start
+        self.values = list(values)
+        return values
+
+
+@dataclass
+class Speculation:
+    """The engine with everything that drafts for it and learns in its idle time."""
+
+    engine: RolloutEngine
+    spot: SpotTrainer
+    trainer: DrafterTrainer
+    proposer: Eagle3Proposer
+    swaps: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def drafter(self) -> Eagle3Drafter:
+        return self.proposer.drafter
+
+    def between_steps(self, engine: RolloutEngine) -> None:
+        """Runs after every verify step: a straggler takes over fresher drafters."""
+        if self.spot.poll():
+            self.proposer.reload()
+            engine.bandit.renew(self.proposer.name)
+
+
+class MiniTLTTrainer(GRPOTrainer):
+    """GRPOTrainer with lossless speculative rollouts and a drafter trained in idle time.
+
+    Takes everything GRPOTrainer takes, and:
+        rollout, drafter, spot: the configuration blocks of a recipe
+        log: an EventLog, or None for no run log
+    Raises ConfigError for TRL options that would bypass the engine.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        rollout: RolloutConfig | None = None,
+        drafter: DrafterConfig | None = None,
+        spot: SpotConfig | None = None,
+        log: EventLog | None = None,
+        **kwargs: Any,
+    ) -> None:
+        config = kwargs.get("args") or (args[2] if len(args) > 2 else None)
+        refuse_bypasses(config, kwargs)
+        super().__init__(*args, **kwargs)
+        self.rollout_config = rollout or RolloutConfig()
+        self.event_log = log
+        self.sampling = sampling_params(self.generation_kwargs)
+        self.speculation = build_speculation(
+            self.accelerator.unwrap_model(self.model),
+            self.rollout_config,
+            drafter or DrafterConfig(),
+            spot or SpotConfig(),
+            device=self.accelerator.device,
+            trains_in=self.model.dtype,
+            mixed=self.accelerator.mixed_precision,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+            log=log,
+        )
+        self.speculation.engine.on_step = self._between_steps
+        if self._corrects_sampling():
+            # With the method below overridden, this flag only switches TRL's importance-sampling
+            # correction on; `args.use_vllm` stays false and no server is ever looked for.
+            self.use_vllm, self.vllm_mode = True, "server"
+        self.generation = 0
+        self.evaluations = 0
+        self._fingerprint: tuple[Any, ...] = ()
+        self._progress = Progress()
+        self.last_rollout: Rollout | None = None
+        self.last_prompts: list[list[int]] = []
+        self.add_callback(RunLogCallback(self))
+
+    def _corrects_sampling(self) -> bool:
+        wish = self.rollout_config.importance_sampling
+        if wish == "auto":
+            return self.speculation.engine.target.dtype != self.model.dtype
+        return wish == "on"
+
+    def _generate_single_turn(
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """One completion per prompt, drawn by our engine; see the module's docstring."""
+        if images is not None or multimodal_fields:
+            raise ConfigError("minitlt generates text only; images need TRL's own GRPOTrainer")
+        training = self.model.training
+        prompts = [list(map(int, ids)) for ids in prompt_ids]
+        self.refresh_weights()
+        keys = self._row_keys(len(prompts), training)
+        step = self.state.global_step + 1
+        parts = self.speculation
+        if training:
+            parts.spot.begin(step)
+        self._write("rollout_start", step=step, rows=len(prompts), version=parts.trainer.version)
+        self._progress = Progress(step=step, last=time.perf_counter())
+        rollout = parts.engine.generate(prompts, self.sampling, keys)
+        self._log_rollout(step, rollout)
+        if training:
+            self._use_idle_time(step, rollout)
+        self.last_rollout, self.last_prompts = rollout, prompts
+        self._record_metrics("train" if training else "eval", rollout)
+        return rollout.completion_ids, rollout.logprobs
+
+    def refresh_weights(self) -> None:
+        """Copies the policy into the engine if it moved since the last time. Collective."""
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        fingerprint = weights_fingerprint(model, self.state.global_step)
+        if fingerprint == self._fingerprint:
+            return
+        engine = self.speculation.engine
+        engine.target.refresh(full_parameters(model))
+        engine.policy_version += 1
+        self._fingerprint = fingerprint
+
+    def _row_keys(self, num_rows: int, training: bool) -> list[int]:
+        if training:
+            generation, self.generation = self.generation, self.generation + 1
+        else:
+            generation = _EVAL_GENERATION + self.evaluations
+            self.evaluations += 1
+        first = self.accelerator.process_index * num_rows
+        seed = self.args.seed
+        return [row_key(seed, generation, first + i) for i in range(num_rows)]
+
+    def _use_idle_time(self, step: int, rollout: Rollout) -> None:
+        """Harvest until the last rank is done and merge; then all ranks agree on a vocabulary."""
+        parts = self.speculation
+        if parts.spot.mode == INLINE:
+            parts.spot.inline(step, rollout.stats.seconds)
+        else:
+            parts.spot.harvest(step)
+        counts = parts.trainer.buffer.counts()
+        if self.accelerator.num_processes > 1 and parts.spot.mode != "off":
+            counts = counts.to(self.accelerator.device)
+            dist.all_reduce(counts)
+        parts.trainer.refresh_vocab(counts.cpu())
+        parts.trainer.buffer.next_step()
+        parts.proposer.reload()
+        parts.engine.bandit.renew(parts.proposer.name)
+
+    def _between_steps(self, engine: RolloutEngine) -> None:
+        self.speculation.between_steps(engine)
+        fields = self._progress.due(engine)
+        if fields:
+            self._write("rollout_progress", **fields)
+
+    def _write(self, event: str, **fields: Any) -> None:
+        if self.event_log is not None:
+            self.event_log.write(event, **fields)
+
+    def _log_rollout(self, step: int, rollout: Rollout) -> None:
+        stats = rollout.stats
+        self._write(
+            "rollout_end",
+            step=step,
+            seconds=stats.seconds,
+            rows=len(rollout.completion_ids),
+            tokens=stats.tokens,
+            verify_steps=stats.verify_steps,
+            accept_len=stats.accept_length,
+            accept_by_position=stats.accept_by_position,
+            lengths=[len(c) for c in rollout.completion_ids],
+            truncated=rollout.finish_reasons.count("length"),
+            arms=stats.arms,
+            drafter_version=self.speculation.trainer.version,
+            active_trace=[list(pair) for pair in stats.active_trace],
+        )
+
+    def _record_metrics(self, mode: str, rollout: Rollout) -> None:
+        """TRL's own metrics get ours beside them, as sums over ranks (one gather)."""
+        stats = rollout.stats
+        mine = torch.tensor(
+            [stats.tokens, stats.row_steps, stats.seconds, stats.verify_steps],
+            device=self.accelerator.device,
+            dtype=torch.float32,
+        )
+        tokens, row_steps, _, steps = self.accelerator.gather(mine[None]).sum(0).tolist()
+        slowest = self.accelerator.gather(mine[None])[:, 2].max().item()
+        metrics = {
+            "spec/accept_length": tokens / max(row_steps, 1),
+            "spec/verify_steps": steps,
+            "rollout/seconds": slowest,
+            "rollout/tokens_per_second": tokens / max(slowest, 1e-9),
+        }
+        for name, value in metrics.items():
+            self._metrics[mode][name].append(value)
+
+
+@dataclass
+class Progress:
+    """Turns the engine's running totals into at most one progress event a second."""
+
+    step: int = 0
+    last: float = 0.0
+    tokens: int = 0
+    row_steps: int = 0
+    arms: dict[str, int] = field(default_factory=dict)
+    period: float = 1.0
+
+    def due(self, engine: RolloutEngine) -> dict[str, Any]:
+        self.arms[engine.arm.name] = self.arms.get(engine.arm.name, 0) + 1
+        now = time.perf_counter()
+        if now - self.last < self.period:
+            return {}
+        stats, waiting = engine.stats, len(engine.waiting)
+        tokens, row_steps = stats.tokens - self.tokens, stats.row_steps - self.row_steps
+        fields = {
+            "step": self.step,
+            "active": len(engine.active),
+            "done": engine.num_rows - len(engine.active) - waiting,
+            "tokens": stats.tokens,
+            "seconds": now - engine.started,
+            "tok_s": tokens / (now - self.last),
+            "accept_len": tokens / max(row_steps, 1),
+            "arm": max(self.arms, key=lambda name: self.arms[name]),
+        }
+        self.last, self.tokens, self.row_steps, self.arms = now, stats.tokens, stats.row_steps, {}
+        return fields
+
+
+class RunLogCallback(TrainerCallback):
+    """Writes `update` and sample `row` events of rank 0 from what TRL logs."""
+
+    def __init__(self, trainer: MiniTLTTrainer) -> None:
+        self.trainer = trainer
+        self.taps = [f for f in trainer.reward_funcs if isinstance(f, RewardTap)]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs or "reward" not in logs:
+            return
+        names = {"reward": 0.0, "reward_std": 0.0, "loss": 0.0, "grad_norm": None}
+        fields: dict[str, Any] = {name: logs.get(name, start) for name, start in names.items()}
+        fields["mean_length"] = logs.get("completions/mean_length", 0.0)
+        fields |= {name: logs[name] for name in ("kl", "entropy") if name in logs}
+        seconds = logs.get("step_time", 0.0)
+        rollout = logs.get("rollout/seconds", 0.0)
+        self.trainer._write(
+            "update",
+            step=state.global_step,
+            seconds=max(seconds - rollout, 0.0),
+            step_seconds=seconds,
+            **fields,
+        )
+        self._sample_rows(state.global_step)
+
+    def _sample_rows(self, step: int) -> None:
+        trainer = self.trainer
+        rollout, tokenizer = trainer.last_rollout, trainer._tokenizer
+        if rollout is None:
+            return
+        weights = trainer.reward_weights.tolist()
+        for i in range(min(trainer.rollout_config.sample_rows, len(rollout.completion_ids))):
+            parts = [tap.values[i] if i < len(tap.values) else None for tap in self.taps]
+            known = [w * v for w, v in zip(weights, parts, strict=False) if v is not None]
+            tokens = rollout.completion_ids[i]
+            trainer._write(
+                "row",
+                step=step,
+                row=i,
+                prompt=tokenizer.decode(trainer.last_prompts[i], skip_special_tokens=True),
+                completion=tokenizer.decode(tokens, skip_special_tokens=True),
+                reward=sum(known) if known else None,
+                token_flags=rollout.accepted[i],
+                token_texts=[tokenizer.decode([t]) for t in tokens],
+            )
+
+
+def refuse_bypasses(args: Any, kwargs: dict[str, Any]) -> None:
+    """Raises ConfigError for TRL options that would generate without our engine."""
+    reasons = {
+        "use_vllm": "rollouts come from minitlt's engine",
+        "use_transformers_continuous_batching": "rollouts come from minitlt's engine",
+    }
+    for name, why in reasons.items():
+        if args is not None and getattr(args, name, False):
+            raise ConfigError(f"{name}: true cannot be used here ({why}); remove it")
+    if kwargs.get("rollout_func") is not None:
+        raise ConfigError("rollout_func cannot be used with MiniTLTTrainer; use GRPOTrainer")
+
+
+def sampling_params(generation: dict[str, Any]) -> SamplingParams:
+    """TRL's merged generation settings as the engine's.
+
+    Raises ConfigError for a setting that the engine does not have.
+    """
+    values: dict[str, Any] = {}
+    for name, value in generation.items():
+        if name in _SILENT or value is None:
+            continue
+        if name not in _PASSED:
+            raise ConfigError(
+                f"generation_kwargs.{name} is not supported by minitlt; {suggest(name, _PASSED)}"
+            )
+        values[_PASSED[name]] = value
+    for name in ("stop_ids", "suppress_ids"):
+        ids = values.get(name, ())
+        values[name] = (ids,) if isinstance(ids, int) else tuple(ids)
+    return SamplingParams(**values)
+
+
+def build_speculation(
+    model: nn.Module,
+    rollout: RolloutConfig,
+    drafter: DrafterConfig,
+    spot: SpotConfig,
+    *,
+    device: torch.device,
+    trains_in: torch.dtype = torch.float32,
+    mixed: str = "no",
+    rank: int = 0,
+    world_size: int = 1,
+    log: EventLog | None = None,
+    seed: int = 0,
+) -> Speculation:
+    """Target replica, drafters, bandit and idle-time trainer for one rank."""
+    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model
+    auto = torch.bfloat16 if mixed == "bf16" else trains_in
+    dtype = DTYPES.get(rollout.dtype, auto)
+    target = make_target(
+        base, dtype=dtype, device=device, backend=rollout.backend, weights=full_parameters(model)
+    )
+    eagle = start_drafter(model, target, drafter)
+    if spot.max_train_step_ms and not drafter.train_step_ms:
+        drafter = dataclasses.replace(drafter, train_step_ms=spot.max_train_step_ms)
+    buffer = ReplayBuffer(drafter, vocab_size=base.config.vocab_size)
+    proposer = Eagle3Proposer(eagle, drafter, buffer=buffer)
+    trainer = DrafterTrainer(eagle, buffer, drafter)
+    bandit = Bandit(
+        [Arm.parse(text) for text in rollout.arms],
+        epsilon=rollout.epsilon,
+        window=rollout.window,
+        seed=seed,
+    )
+    engine = RolloutEngine(
+        target,
+        [NgramDrafter(drafter), proposer],
+        bandit,
+        max_rows=rollout.max_rows,
+        cache_gb=rollout.cache_gb,
+        prefill_chunk=rollout.prefill_chunk,
+    )
+    store = dist.distributed_c10d._get_default_store() if world_size > 1 else dist.HashStore()
+    idle = SpotTrainer(trainer, store, rank, world_size, spot, log=log)
+    return Speculation(engine, idle, trainer, proposer)
+
+
+def start_drafter(model: Any, target: Any, settings: DrafterConfig) -> Eagle3Drafter:
+    """A drafter from nothing, from the target's own weights, or from a saved one; tied."""
+    if settings.start not in ("random", "target"):
+        eagle = load_drafter(settings.start, dtype=torch.float32, device=target.device)
+    else:
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        size = Eagle3Config.from_target(base.config, settings)
+        eagle = Eagle3Drafter(size, device=target.device, seed=settings.seed)
+    eagle.tie(target.embed_weight, target.head_weight)
+    if settings.start == "target":
+        last = f"layers.{eagle.config.num_target_layers - 1}."
+        named = full_parameters(model)
+        start_from_target(eagle, {n: t for n, t in named if last in n or n == "model.norm.weight"})
+    return eagle
+
+
+def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(checkpoint name, full tensor) of every policy weight, one at a time.
+
+    Every rank must iterate to the end, in the same order: DTensors (FSDP2) and ZeRO-3 shards are
+    gathered by a collective each. LoRA deltas are added out of place in fp32, so the base weights
+    are never touched. Gradients do not flow.
+    """
+    layers = _adapted_layers(model)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or ".original_module." in name:
+            continue
+        clean = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        clean = clean.replace(".modules_to_save.default.", ".")
+        with _gathered(parameter), torch.no_grad():
+            full = parameter.detach()
+            if hasattr(full, "full_tensor"):
+                full = full.full_tensor()
+            layer = layers.get(name.removesuffix(".base_layer.weight"))
+            if layer is not None and name.endswith(".base_layer.weight"):
+                full = _merged(layer, full)
+            yield clean, full
+
+
+def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """LoRA layers by the name of their module; empty for a plain model."""
+    if not hasattr(model, "peft_config"):
+        return {}
+    return {n: m for n, m in model.named_modules() if hasattr(m, "lora_A") and len(m.lora_A)}
+
+
+def _merged(layer: Any, weight: Tensor) -> Tensor:
+    """W + sum of the active adapters' deltas, in fp32, in a new tensor."""
+    total = weight.float()
+    for adapter in layer.active_adapters:
+        if adapter in layer.lora_A:
+            total = total + layer.get_delta_weight(adapter).float()
+    return total
+
+
+def _gathered(parameter: nn.Parameter) -> Any:
+    """Context in which a ZeRO-3 parameter is whole; nothing to do for others."""
+    if not hasattr(parameter, "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([parameter])
+
+
+def weights_fingerprint(model: nn.Module, global_step: int) -> tuple[Any, ...]:
+    """Changes whenever an optimizer step, a reload or another adapter may have moved weights."""
+    versions = sum(p._version for p in model.parameters())
+    return global_step, versions, getattr(model, "active_adapter", None)
+
+
+def make_rollout_func(
+    engine: RolloutEngine,
+    params: SamplingParams,
+    *,
+    seed: int = 0,
+    before: Callable[[Any], None] | None = None,
+) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
+    """A `rollout_func` for a stock GRPOTrainer, around an engine of your own.
+
+    before(trainer) runs first; refresh the engine's weights there:
+    `engine.target.refresh(full_parameters(trainer.accelerator.unwrap_model(trainer.model)))`.
+    TRL gives this seam no importance sampling and no tools.
+    """
+    calls = 0
+
+    def rollout_func(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        nonlocal calls
+        if before is not None:
+            before(trainer)
+        prompt_ids, _, _ = trainer._tokenize_prompts(list(prompts))
+        first = trainer.accelerator.process_index * len(prompt_ids)
+        keys = [row_key(seed, calls, first + i) for i in range(len(prompt_ids))]
+        calls += 1
+        rollout = engine.generate([list(ids) for ids in prompt_ids], params, keys)
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": rollout.completion_ids,
+            "logprobs": rollout.logprobs,
+        }
+
+    return rollout_func

@@ -1,0 +1,364 @@
+"""From a configuration to a finished run folder, on one rank.
+
+`prepare` checks everything that can be wrong before minutes are spent: keys, types, the batch
+algebra, the model, the task. `train` runs MiniTLTTrainer, and rank 0 then generates a sample of
+the run's rows again, plain and speculative, to state speed and equality on identical rollouts.
+
+The run folder: config.yaml, events.jsonl, checkpoints/, policy/, drafter/, summary.json,
+report.html, pictures/. How to try it: `minitlt train --dry-run`, `minitlt train`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import typing
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback
+from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, get_dataset, get_peft_config
+from trl.scripts.grpo import GRPOScriptArguments
+
+from minitlt.config import (
+    BLOCKS,
+    ConfigError,
+    RolloutConfig,
+    RunConfig,
+    TaskConfig,
+    batch_algebra,
+    build,
+    coerce,
+    suggest,
+)
+from minitlt.eagle3 import DrafterConfig, save_drafter
+from minitlt.events import EventLog, read_events
+from minitlt.kernels import row_key
+from minitlt.models import resolve_model
+from minitlt.report import summarize
+from minitlt.rl import MiniTLTTrainer, RewardTap
+from minitlt.spec import Arm, Bandit
+from minitlt.spot import SpotConfig
+from minitlt.tasks import Task, load_task, resolve_rewards
+
+_TRL_CLASSES = (GRPOConfig, ModelConfig, GRPOScriptArguments, DatasetMixtureConfig)
+_STATE = "minitlt"  # our part of a checkpoint folder
+_PROOF_GENERATION = 1 << 41  # keys of the final comparison, never used by training
+
+
+@dataclass
+class Prepared:
+    """A checked configuration, ready to train."""
+
+    config: RunConfig
+    args: GRPOConfig
+    model: ModelConfig
+    script: GRPOScriptArguments
+    mixture: DatasetMixtureConfig
+    rollout: RolloutConfig
+    drafter: DrafterConfig
+    spot: SpotConfig
+    task: Task | None
+    model_path: str
+    algebra: list[str]
+
+
+def prepare(config: RunConfig, run_dir: Path, world_size: int | None = None) -> Prepared:
+    """Checks the whole configuration and loads what is cheap.
+
+    Raises ConfigError (or another ValueError) with one line that says what would be right.
+    """
+    rollout = build(RolloutConfig, config.rollout, "rollout")
+    drafter = build(DrafterConfig, config.drafter, "drafter")
+    spot = build(SpotConfig, config.spot, "spot")
+    for text in rollout.arms:
+        if Arm.parse(text).source not in ("off", "ngram", "eagle"):
+            raise ConfigError(f"rollout.arms: {text!r} has no drafter; sources: ngram, eagle")
+    args, model, script, mixture = _trl_configs(config.trl, run_dir)
+    algebra = batch_algebra(args, world_size or config.nproc)
+    if not model.model_name_or_path:
+        raise ConfigError("model_name_or_path is missing; the default model is 'smollm2-135m'")
+    model_path = resolve_model(model.model_name_or_path)
+    task = _load_task(config, args.seed)
+    if task is None and not (script.dataset_name or mixture.datasets):
+        raise ConfigError("no data: give task.name, dataset_name or datasets")
+    prepared = Prepared(
+        config, args, model, script, mixture, rollout, drafter, spot, task, model_path, algebra
+    )
+    _check_prompts(prepared)
+    return prepared
+
+
+def _trl_configs(values: dict[str, Any], run_dir: Path) -> tuple[Any, ...]:
+    """TRL's four configuration objects from one flat mapping."""
+    fields = {f.name: cls for cls in _TRL_CLASSES for f in dataclasses.fields(cls) if f.init}
+    hints = {cls: typing.get_type_hints(cls) for cls in _TRL_CLASSES}
+    sorted_values: dict[Any, dict[str, Any]] = {cls: {} for cls in _TRL_CLASSES}
+    for key, value in values.items():
+        if key not in fields:
+            raise ConfigError(f"unknown key {key!r}; {suggest(key, [*fields, *BLOCKS, 'nproc'])}")
+        cls = fields[key]
+        sorted_values[cls][key] = coerce(value, hints[cls][key], key)
+    grpo = sorted_values[GRPOConfig]
+    if not torch.cuda.is_available():
+        grpo.setdefault("use_cpu", True)
+        grpo.setdefault("bf16", False)
+    grpo.setdefault("report_to", "none")
+    grpo["output_dir"] = str(run_dir / "checkpoints")
+    try:
+        with warnings.catch_warnings():  # TRL fills in fields that transformers is renaming
+            warnings.simplefilter("ignore", FutureWarning)
+            return tuple(cls(**sorted_values[cls]) for cls in _TRL_CLASSES)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"TRL: {' '.join(str(error).split())}") from error
+
+
+def _load_task(config: RunConfig, seed: int) -> Task | None:
+    if not config.task:
+        return None
+    task = build(TaskConfig, config.task, "task")
+    if not task.name:
+        raise ConfigError("task.name is missing, e.g. task: {name: chain_sum}")
+    return load_task(task.name, **{"seed": seed, **task.options})
+
+
+def _check_prompts(prepared: Prepared) -> None:
+    """The longest prompt must leave room in the context; said before any model is loaded."""
+    if prepared.task is None:
+        return
+    tokenizer = AutoTokenizer.from_pretrained(prepared.model_path)
+    context = AutoConfig.from_pretrained(prepared.model_path).max_position_embeddings
+    for i, row in enumerate(prepared.task.rows):
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt)["input_ids"]
+        else:
+            ids = tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+        if len(ids) >= context:
+            raise ConfigError(
+                f"row {i} of task {prepared.task.name!r} has a prompt of {len(ids)} tokens; the "
+                f"model's context is {context}, so at most {context - 1} would leave room"
+            )
+
+
+def train(prepared: Prepared, run_dir: Path, resume: Path | None = None) -> None:
+    """Trains on this rank. `resume` is a checkpoint folder. Rank 0 also writes the results."""
+    rank = int(os.environ.get("RANK", "0"))
+    log = EventLog(run_dir / "events.jsonl", rank)
+    trainer = _make_trainer(prepared, log)
+    if rank == 0:
+        _write_run_event(log, prepared, trainer)
+    if resume:
+        load_state(trainer, resume / _STATE)
+    trainer.add_callback(StateCallback(trainer))
+    stop = StopCallback(trainer)
+    trainer.add_callback(stop)
+    try:
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        if stop.asked:
+            raise KeyboardInterrupt
+        _finish(trainer, run_dir, log)
+    finally:
+        trainer.speculation.spot.close()
+
+
+def _make_trainer(prepared: Prepared, log: EventLog) -> MiniTLTTrainer:
+    args, model = prepared.args, prepared.model
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation or "sdpa",
+        "dtype": model.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    if prepared.task is not None:
+        dataset: Any = Dataset.from_list(prepared.task.rows)
+        rewards: list[Any] = list(prepared.task.reward_funcs)
+        args.reward_weights = args.reward_weights or prepared.task.reward_weights
+    else:
+        dataset = _hub_dataset(prepared)
+        rewards = list(resolve_rewards(prepared.script.reward_funcs or []))
+        if prepared.script.reward_model_name_or_path:
+            rewards.insert(0, prepared.script.reward_model_name_or_path)
+    return MiniTLTTrainer(
+        model=prepared.model_path,
+        reward_funcs=[RewardTap(f) if callable(f) else f for f in rewards],
+        args=args,
+        train_dataset=dataset,
+        peft_config=get_peft_config(model),
+        rollout=prepared.rollout,
+        drafter=prepared.drafter,
+        spot=prepared.spot,
+        log=log,
+    )
+
+
+def _hub_dataset(prepared: Prepared) -> Any:
+    script = prepared.script
+    if prepared.mixture.datasets:
+        return get_dataset(prepared.mixture)[script.dataset_train_split]
+    from datasets import load_dataset
+
+    return load_dataset(
+        script.dataset_name, name=script.dataset_config, split=script.dataset_train_split
+    )
+
+
+def _write_run_event(log: EventLog, prepared: Prepared, trainer: MiniTLTTrainer) -> None:
+    names = ("minitlt", "torch", "transformers", "trl", "accelerate", "triton", "safetensors")
+    versions = {"python": platform.python_version()}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    target = trainer.speculation.engine.target
+    log.write(
+        "run",
+        config={"nproc": prepared.config.nproc, **prepared.config.trl}
+        | {name: getattr(prepared.config, name) for name in BLOCKS},
+        versions=versions,
+        world_size=trainer.accelerator.num_processes,
+        target={
+            "name": prepared.model.model_name_or_path,
+            "layers": target.shape.num_layers,
+            "backend": target.backend,
+            "dtype": str(target.dtype).removeprefix("torch."),
+        },
+        machine={"cpus": os.cpu_count(), "device": str(trainer.accelerator.device)},
+    )
+
+
+def _finish(trainer: MiniTLTTrainer, run_dir: Path, log: EventLog) -> None:
+    """Saves policy and drafter, then rank 0 compares plain and speculative on the same rows."""
+    trainer.refresh_weights()
+    trainer.save_model(str(run_dir / "policy"))
+    if trainer.accelerator.is_main_process:
+        save_drafter(run_dir / "drafter", trainer.speculation.drafter)
+        measured = compare_plain(trainer)
+        log.write("summary", **{**summarize(read_events(run_dir / "events.jsonl")), **measured})
+    trainer.accelerator.end_training()
+
+
+def compare_plain(trainer: MiniTLTTrainer) -> dict[str, Any]:
+    """Generates the last step's prompts again, with new keys, without and with drafts.
+
+    Both get the same keys, so the rollouts are identical and their times can be compared.
+    token_mismatches counts differing tokens (a length difference counts its tokens too).
+    """
+    engine, prompts = trainer.speculation.engine, trainer.last_prompts
+    keys = [row_key(trainer.args.seed, _PROOF_GENERATION, i) for i in range(len(prompts))]
+    learned, engine.on_step = engine.bandit, None
+    results = []
+    for bandit in (Bandit([Arm()]), learned):
+        engine.bandit = bandit
+        results.append(engine.generate(prompts, trainer.sampling, keys))
+    plain, speculative = results
+    return {
+        "tok_s_plain": plain.stats.tokens_per_second,
+        "tok_s_spec": speculative.stats.tokens_per_second,
+        "token_mismatches": count_mismatches(plain.completion_ids, speculative.completion_ids),
+    }
+
+
+def count_mismatches(left: list[list[int]], right: list[list[int]]) -> int:
+    """Positions at which two lists of completions differ; missing tokens count."""
+    total = 0
+    for a, b in zip(left, right, strict=True):
+        total += abs(len(a) - len(b)) + sum(x != y for x, y in zip(a, b, strict=False))
+    return total
+
+
+class StateCallback(TrainerCallback):
+    """Puts drafter, bandit, buffer statistics and key counters into every checkpoint."""
+
+    def __init__(self, trainer: MiniTLTTrainer) -> None:
+        self.trainer = trainer
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}" / _STATE
+        save_state(self.trainer, folder)
+
+
+def save_state(trainer: MiniTLTTrainer, folder: Path) -> None:
+    """This rank's part of a checkpoint: tensors as safetensors, the rest as JSON, both atomic."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rank, parts = trainer.accelerator.process_index, trainer.speculation
+    tensors = {k: v.detach().cpu().contiguous() for k, v in parts.trainer.state_dict().items()}
+    plain = {
+        "generation": trainer.generation,
+        "evaluations": trainer.evaluations,
+        "bandit": parts.engine.bandit.state_dict(),
+    }
+    for name, write in (
+        (f"rank{rank}.safetensors", lambda path: save_file(tensors, path)),
+        (f"rank{rank}.json", lambda path: Path(path).write_text(json.dumps(plain))),
+    ):
+        beside = folder / f".{name}"
+        write(beside)
+        beside.replace(folder / name)
+
+
+def load_state(trainer: MiniTLTTrainer, folder: Path) -> None:
+    """Raises ConfigError when this rank's part of the checkpoint is missing or torn."""
+    rank, parts = trainer.accelerator.process_index, trainer.speculation
+    try:
+        plain = json.loads((folder / f"rank{rank}.json").read_text())
+        tensors = load_file(folder / f"rank{rank}.safetensors")
+        trainer.generation = plain["generation"]
+        trainer.evaluations = plain["evaluations"]
+        parts.engine.bandit.load_state_dict(plain["bandit"])
+        parts.trainer.load_state_dict(tensors)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"{folder} does not hold what rank {rank} needs to resume ({error}); resume with as "
+            "many ranks as the run had, or start a new run"
+        ) from error
+    parts.proposer.reload()
+
+
+class StopCallback(TrainerCallback):
+    """The first SIGINT or SIGTERM ends the run after the current step, with a checkpoint."""
+
+    def __init__(self, trainer: MiniTLTTrainer) -> None:
+        self.trainer = trainer
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """All ranks stop at the same step, whichever heard the signal first."""
+        if dist.is_initialized():
+            flag = torch.tensor([int(self.asked)], device=self.trainer.accelerator.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            self.asked = bool(flag.item())
+        if self.asked:
+            control.should_save = control.should_training_stop = True
+
+
+def last_checkpoint(run_dir: Path) -> Path:
+    """The newest whole checkpoint of a run. Raises ConfigError that says what is missing."""
+    folder = run_dir / "checkpoints"
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"{run_dir} is not a run folder: it holds no config.yaml")
+    found = [p for p in folder.glob("checkpoint-*") if p.name.split("-")[-1].isdigit()]
+    for path in sorted(found, key=lambda p: -int(p.name.split("-")[-1])):
+        if (path / "trainer_state.json").is_file() and any((path / _STATE).glob("rank*.json")):
+            return path
+    raise ConfigError(f"{run_dir} holds no whole checkpoint to resume from; start a new run")

@@ -1,0 +1,573 @@
+"""Train the drafter in the idle window of each rollout, and hand it to whoever still decodes.
+
+The idea (TLT, arXiv 2511.16665, its "spot trainer"). A rollout ends on every rank at another
+moment: a few very long completions hold up one rank while the others wait at the next collective.
+The time between a rank's own end and the last rank's end is its *idle window*. In it, the rank
+trains the drafter on hidden states that the rollout has computed anyway:
+
+    GENERATING  begin(), then poll() between verify steps: a heartbeat, a fresher drafter
+    HARVESTING  harvest(): train steps until the last rank is done; publish every few seconds
+    MERGING     all ranks are done: step-weighted average of the drafters in one all-reduce
+    UPDATING    the rest of the training step; nothing here runs
+
+Three rules. The window really spans the tail: its end is a counter in the process group's store,
+looked at between two train steps, so preemption costs at most one step. No collective runs while
+any rank decodes: the all-reduce starts when every rank has said in the store that it is ready.
+Nothing waits without a bound: ranks leave heartbeats, and a lost rank is an error that names it.
+
+*Hot swap*: every few seconds a harvesting rank publishes its drafter in shared memory (swap.py);
+ranks that still decode copy it into place between two verify steps. Under coupled verification any
+drafter gives the same tokens. The same file is the selective asynchronous checkpoint.
+
+Left out against TLT: the ZeroMQ coordinator with its own process and messages (a counter and one
+heartbeat key per rank do the same); FSDP for the drafter (one layer fits everywhere, so every idle
+rank takes its own steps and the merge is local-SGD averaging); optimizer steps shared between
+idle ranks; swaps across machines (the merge spans all of them); off-loading between windows.
+
+How to try it: `pytest tests/test_spot.py` runs two processes, one of which decodes 1.5 s longer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import re
+import secrets
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from minitlt import swap
+from minitlt.ranks import Ranks
+from minitlt.swap import Tensors, fingerprint
+
+AUTO, SPOT, INLINE, OFF = "auto", "spot", "inline", "off"
+GENERATING, HARVESTING, MERGING, UPDATING = "generating", "harvesting", "merging", "updating"
+
+LOOK_S = 0.2  # poll() looks at most this often; in between it compares two numbers
+NAP_S = 0.01  # between two looks when there is nothing to train on
+PUBLISH_SHARE = 0.05  # of the window, at most, goes into publishing
+SWAP_SHARE = 0.02  # of a straggler's time, at most, goes into swapping
+
+
+class Trainable(Protocol):
+    """What the coordinator needs of a drafter's trainer. Names and shapes never change in a run.
+
+    `version` grows by one per train step. Every rank has the same names, shapes and dtypes.
+    """
+
+    version: int
+
+    def train_step(self) -> dict[str, Any]:
+        """One short optimizer step: {"loss": float, "tokens": int, "seconds": float, ...}.
+
+        tokens == 0 means there was nothing to train on and no step was taken ("loss" is then
+        ignored). An optional "buffer_tokens" goes to the log. A step whose loss is not finite
+        should not touch the weights; it ends harvesting on this rank either way.
+        """
+        ...
+
+    def tensors(self) -> Tensors:
+        """The trainable tensors themselves (not copies), by name."""
+        ...
+
+    def optimizer_tensors(self) -> Tensors:
+        """The optimizer's state itself, by name, complete from the start (zeros before step 1).
+
+        Floating point tensors are averaged. Integer tensors, and those whose last name part is
+        "step" (AdamW keeps that one as a float), hold one element each and take the maximum.
+        """
+        ...
+
+    def load(self, tensors: Tensors, version: int) -> None:
+        """Copy `tensors` (all names, any device and float dtype) into place; set `version`."""
+        ...
+
+
+class Log(Protocol):
+    def write(self, event: str, **fields: Any) -> None: ...
+
+
+def _help(text: str, default: Any) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class SpotConfig:
+    """How idle time is used. ValueError names the field that is out of range."""
+
+    mode: str = _help("auto (spot with several ranks, else inline), spot, inline or off", AUTO)
+    publish_seconds: float = _help("seconds between two publications of a harvesting rank", 2.0)
+    max_train_step_ms: float = _help("longest train step wished; 0: 50 on GPU, 250 on CPU", 0.0)
+    inline_fraction: float = _help("inline: training time as a fraction of rollout time", 0.1)
+    lost_rank_seconds: float = _help(
+        "a rank silent for this long is lost; more than the longest pause between two polls", 60.0
+    )
+
+    def __post_init__(self) -> None:
+        if self.mode not in (AUTO, SPOT, INLINE, OFF):
+            raise ValueError(f"spot.mode is {self.mode!r}; choose auto, spot, inline or off")
+        for name in ("publish_seconds", "lost_rank_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"spot.{name} must be positive, not {getattr(self, name)}")
+        for name in ("inline_fraction", "max_train_step_ms"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"spot.{name} cannot be negative, but is {getattr(self, name)}")
+
+
+@dataclass
+class Receipt:
+    """What one rank made of one idle window. Times in seconds.
+
+    harvested_s is time in train steps inside the window: publishing, looking at the store and
+    the part of the last step that outlived the window (overshoot_s) are not in it.
+    """
+
+    step: int
+    rank: int
+    available_s: float = 0.0  # from this rank's end to the last rank's (inline: the budget)
+    harvested_s: float = 0.0
+    overshoot_s: float = 0.0
+    wait_s: float = 0.0  # from this rank's readiness to merge to the last rank's
+    drafter_steps: int = 0
+    tokens: int = 0
+    loss_first: float = math.nan
+    loss_last: float = math.nan
+    published: int = 0
+    merge_s: float = 0.0
+    buffer_tokens: int = 0
+
+
+@dataclass
+class Swap:
+    """A drafter that poll() has taken over from another rank."""
+
+    step: int
+    version: int
+    source_rank: int
+    drafter_steps: int
+    seconds: float
+
+
+class SpotTrainer:
+    """Coordinates one rank's idle-time training; see the module's docstring.
+
+    Args:
+        trainable: the drafter's trainer; its tensors are changed in place.
+        store: a torch.distributed.Store that all ranks share. One thread of ours talks to it.
+        log: anything with write(event, **fields), or None.
+        shared_dir: where drafters are published; None is /dev/shm if it has room.
+        run_token: in the names of this run's files; None: rank 0 draws one and tells the others.
+        clock: monotonic seconds.
+
+    Raises:
+        ValueError: options that cannot work. RuntimeError: a lost rank or store, from any method.
+    """
+
+    def __init__(
+        self,
+        trainable: Trainable,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        config: SpotConfig | None = None,
+        log: Log | None = None,
+        shared_dir: str | Path | None = None,
+        run_token: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} does not exist among {world_size} ranks")
+        self.trainable, self.rank, self.world_size = trainable, rank, world_size
+        self.config, self.log, self.clock = config or SpotConfig(), log, clock
+        auto = SPOT if world_size > 1 else INLINE
+        self.mode = auto if self.config.mode == AUTO else self.config.mode
+        self.state, self.degraded = UPDATING, ""
+        self.guards: dict[str, int] = {}  # what should not happen, and how often it did
+        self._closed, self._pid = self.mode == OFF, os.getpid()
+        if self.mode == OFF:
+            return
+        if world_size > 1 and not dist.is_initialized():
+            raise ValueError("merging the drafters of several ranks needs torch.distributed")
+        self._step = self._window = 0
+        self._freshest = (0, 0)  # window and drafter steps of the drafter in place
+        self._signatures: dict[int, Any] = {}  # of other ranks' files, as seen
+        self._next_look = self._next_swap = -math.inf
+        self._published_version = -1
+        self._copier: ThreadPoolExecutor | None = None
+        self._ranks = Ranks(store, rank, world_size, self.config.lost_rank_seconds, clock)
+        try:
+            self._files = swap.SharedFiles(*self._agree(run_token, shared_dir), rank, world_size)
+        except BaseException:
+            self._ranks.stop()
+            raise
+        atexit.register(self.close)
+        self._enter(UPDATING)
+
+    # The life of a rollout: begin, poll while decoding, then harvest (or inline).
+
+    def begin(self, step: int) -> None:
+        """A generation starts on this rank. Every rank calls it equally often."""
+        if self.mode == OFF:
+            return
+        self._step, self._window = step, self._window + 1
+        self._freshest = (self._window, 0)
+        self._ranks.open_window(self._window)
+        self._files.sweep()
+        self._enter(GENERATING)
+
+    def poll(self) -> Swap | None:
+        """Between two verify steps: a heartbeat, and a fresher drafter if one is published.
+
+        Costs a comparison, and every LOOK_S seconds a few stat calls.
+        """
+        if self.mode == OFF or (now := self.clock()) < self._next_look:
+            return None
+        self._next_look = now + LOOK_S
+        self._ranks.beat()
+        return self._look_for_drafter() if now >= self._next_swap else None
+
+    def harvest(self, step: int) -> Receipt:
+        """This rank's rows are done: train until the last rank's are, then merge."""
+        receipt = self._open(step)
+        if self.mode == OFF:
+            return receipt
+        self._ranks.count_done()
+        while (end := self._ranks.window_end(self._opened)) is None:
+            self._ranks.beat()
+            self._ranks.watch()
+            if self._train_step(receipt):
+                self._publish_if_due(receipt)
+            else:
+                time.sleep(NAP_S)
+        self._close_window(receipt, end)
+        return self._merge(receipt)
+
+    def inline(self, step: int, rollout_seconds: float) -> Receipt:
+        """Mode inline: train for `inline_fraction` of the rollout's seconds, then merge."""
+        receipt = self._open(step)
+        if self.mode == OFF:
+            return receipt
+        end = self._opened + self.config.inline_fraction * rollout_seconds
+        while self.clock() < end and self._train_step(receipt):
+            pass
+        self._close_window(receipt, end)
+        return self._merge(receipt)
+
+    def checkpoint(self, path: str | Path) -> Future[Path]:
+        """Writes the trainable tensors to `path` without stopping training.
+
+        If the drafter has moved since its last publication it is published; a thread then copies
+        that file beside `path`, flushes it to disk and renames it. Errors (a full disk) come from
+        the future's result().
+        """
+        if self._closed:
+            raise ValueError("spot.mode is off or the spot trainer is closed: nothing to write")
+        if self._published_version != self.trainable.version and not self._publish(0):
+            raise RuntimeError(f"cannot write {path}: the drafter could not be published")
+        source = os.open(self._files.own, os.O_RDONLY)  # stays, whatever is renamed over it
+        self._copier = self._copier or ThreadPoolExecutor(1, "minitlt-checkpoint")
+        return self._copier.submit(swap.copy_durably, source, Path(path))
+
+    def close(self) -> None:
+        """Finishes checkpoints, removes this rank's files, stops its thread. May be repeated."""
+        if self._closed or os.getpid() != self._pid:  # a forked child owns none of it
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if self._copier:
+            self._copier.shutdown(wait=True)
+        self._ranks.stop()
+        self._files.remove()
+
+    def states(self) -> list[tuple[str, int]]:
+        """(state, step) of every rank as last seen in the store, for a display."""
+        return [] if self._closed else self._ranks.states()
+
+    def _agree(self, run_token: str | None, shared_dir: str | Path | None) -> tuple[Path, str]:
+        """The directory and token that all ranks use: rank 0's."""
+        token = run_token or secrets.token_hex(16)
+        if not re.fullmatch(r"\w{8,64}", token, re.ASCII):
+            raise ValueError(f"run token {token!r}: 8 to 64 letters, digits, underscores")
+        size = sum(t.numel() * t.element_size() for t in self.trainable.tensors().values())
+        directory = Path(shared_dir or swap.roomy_directory(2 * size * self.world_size)).absolute()
+        directory_, token_ = json.loads(self._ranks.agree(json.dumps([str(directory), token])))
+        if run_token not in (None, token_):
+            raise ValueError(f"rank {self.rank} has another run token than rank 0")
+        return Path(directory_), token_
+
+    def _enter(self, state: str) -> None:
+        self.state = state
+        self._ranks.enter(state, self._step)
+
+    # Harvesting.
+
+    def _open(self, step: int) -> Receipt:
+        if self.mode != OFF:
+            if self.state != GENERATING:
+                raise RuntimeError("begin() comes before harvest() or inline()")
+            self._opened = self._busy_until = self.clock()
+            self._next_publish = self._opened + self.config.publish_seconds
+            self._next_sample = self._opened
+            self._step = step
+            self._enter(HARVESTING)
+            self._write("harvest_start", step=step)
+        return Receipt(step, self.rank)
+
+    def _train_step(self, receipt: Receipt) -> bool:
+        """One train step; False if none was taken (nothing to train on, or degraded)."""
+        if self.degraded:
+            return False
+        started = self.clock()
+        try:
+            result = self.trainable.train_step()
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            return self._degrade("out_of_memory", f"the drafter's train step: {error}")
+        if not result["tokens"]:
+            return False
+        loss = float(result["loss"])  # waits for the device, so that the times are true
+        self._busy_until = self.clock()
+        if not math.isfinite(loss):
+            return self._degrade("drafter_not_finite", f"the drafter's loss is {loss}")
+        seconds = self._busy_until - started
+        receipt.harvested_s += seconds
+        receipt.drafter_steps += 1
+        receipt.tokens += int(result["tokens"])
+        receipt.buffer_tokens = int(result.get("buffer_tokens", 0))
+        receipt.loss_first = loss if receipt.drafter_steps == 1 else receipt.loss_first
+        receipt.loss_last = loss
+        if self._busy_until >= self._next_sample:
+            self._next_sample = self._busy_until + 1.0
+            fields = {"n": receipt.drafter_steps, "tokens": int(result["tokens"])}
+            self._write("harvest_step", step=self._step, loss=loss, seconds=seconds, **fields)
+        on_gpu = next(iter(self.trainable.tensors().values())).is_cuda
+        limit_ms = self.config.max_train_step_ms or (50.0 if on_gpu else 250.0)
+        if seconds * 1000 > limit_ms:
+            message = f"{seconds * 1000:.0f} ms, {limit_ms:.0f} ms wished: preemption is slow"
+            self._guard("long_train_step", message)
+        return True
+
+    def _close_window(self, receipt: Receipt, end: float) -> None:
+        receipt.available_s = end - self._opened
+        receipt.overshoot_s = max(0.0, self._busy_until - end)
+        receipt.harvested_s = max(0.0, receipt.harvested_s - receipt.overshoot_s)
+        later = ("rank", "wait_s", "published", "merge_s")
+        fields = {name: value for name, value in asdict(receipt).items() if name not in later}
+        self._write("harvest_end", **fields)
+
+    def _degrade(self, name: str, message: str) -> bool:
+        """Ends harvesting on this rank for the run; it still merges, with no steps of its own."""
+        if not self.degraded:
+            self.degraded = name
+            self._guard(name, f"{message}; harvesting is off on rank {self.rank} from here on")
+        return False
+
+    # Hot swap.
+
+    def _publish_if_due(self, receipt: Receipt) -> None:
+        if (started := self.clock()) >= self._next_publish:
+            receipt.published += self._publish(receipt.drafter_steps)
+            took = self.clock() - started
+            pause = max(self.config.publish_seconds, took / PUBLISH_SHARE)
+            self._next_publish = started + took + pause
+
+    def _publish(self, drafter_steps: int) -> bool:
+        """Writes the drafter where the other ranks of this machine see it."""
+        started, version = self.clock(), self.trainable.version
+        tensors = {name: tensor.detach().cpu() for name, tensor in self.trainable.tensors().items()}
+        if not _all_finite(list(tensors.values())):
+            return self._degrade("drafter_not_finite", "the drafter's weights are not finite")
+        numbers = {"step": self._step, "window": self._window, "rank": self.rank}
+        numbers |= {"version": version, "drafter_steps": drafter_steps}
+        try:
+            size = self._files.write(tensors, numbers)
+        except OSError as error:
+            # The drafter still reaches everyone in the merge; a swap in this rollout is missed.
+            self._guard("publish_failed", str(error))
+            return False
+        self._published_version, seconds = version, self.clock() - started
+        self._write("publish", step=self._step, version=version, seconds=seconds, bytes=size)
+        return True
+
+    def _look_for_drafter(self) -> Swap | None:
+        """Takes over the newest drafter published since the last look, by (window, steps)."""
+        started, found = self.clock(), []
+        for rank, path in self._files.others.items():
+            info = self._try(path.lstat)
+            signature = info and (info.st_ino, info.st_mtime_ns, info.st_size)
+            if signature == self._signatures.get(rank):
+                continue
+            self._signatures[rank] = signature  # every publication is looked at once
+            header = self._try(swap.read_header, path)
+            if header and _freshness(header) > self._freshest:
+                found.append((_freshness(header), rank))
+        for _, rank in sorted(found, reverse=True):
+            read = self._try(swap.read_drafter, self._files.others[rank], self.trainable.tensors())
+            if read is None:
+                continue
+            tensors, header = read
+            self.trainable.load(tensors, header["version"])
+            self._freshest, seconds = _freshness(header), self.clock() - started
+            self._next_swap = started + seconds / SWAP_SHARE
+            taken = Swap(self._step, header["version"], rank, header["drafter_steps"], seconds)
+            self._write("swap", **asdict(taken))
+            return taken
+        return None
+
+    def _try(self, read: Callable[..., Any], *args: Any) -> Any:
+        """What `read` returns, or None for a file that is not there, or that is not good."""
+        try:
+            return read(*args)
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            self._guard("swap_file_skipped", str(error))
+            return None
+
+    # Merging.
+
+    def _merge(self, receipt: Receipt) -> Receipt:
+        """Averages the drafters, weighted by steps; afterwards all ranks hold the same bits.
+
+        The store first carries every rank's step count: the all-reduce starts when all are there,
+        and its weights are exact, so a rank that trained alone hands over its own bits.
+        """
+        self._enter(MERGING)
+        if self.world_size > 1:
+            record, started = self._record(receipt), self.clock()
+            answers = self._ranks.exchange("ready", record)
+            records = [json.loads(answer) for answer in answers]
+            ready = self.clock()
+            steps = [record["steps"] for record in records]
+            common = self._make_equal(records, steps)
+            receipt.wait_s, receipt.merge_s = ready - started, self.clock() - ready
+            times = {"seconds": receipt.merge_s, "wait_s": receipt.wait_s}
+            self._write("merge", step=self._step, steps_by_rank=steps, fingerprint=common, **times)
+        self._enter(UPDATING)
+        return receipt
+
+    def _record(self, receipt: Receipt) -> str:
+        """What the others must know of this rank before the merge, as JSON."""
+        averaged, counters = self._averaged(), self._counters()
+        finite = _all_finite(averaged)
+        if not finite:
+            self._degrade("drafter_not_finite", "the drafter's weights are not finite")
+        layout = repr([tuple(tensor.shape) for tensor in averaged]).encode()
+        record = {
+            "steps": receipt.drafter_steps if finite else 0,
+            "finite": finite,
+            "version": self.trainable.version,
+            "counters": [int(counter) for counter in counters],
+            "layout": zlib.crc32(layout),
+        }
+        return json.dumps(record)
+
+    def _make_equal(self, records: list[dict[str, Any]], steps: list[int]) -> str:
+        """One all-reduce; then checksums are compared through the store and returned.
+
+        Drafters that still differ are a guard event, and are repaired from the lowest rank whose
+        drafter is right (rank 0 as a rule): never silent.
+        """
+        if len({record["layout"] for record in records}) > 1:
+            raise RuntimeError("the ranks' drafters differ in shapes: they cannot be merged")
+        total = sum(steps)
+        finite = [record for record in records if record["finite"]] or records
+        version = max(record["version"] for record in finite) + (total > 0)
+        counters = [max(values) for values in zip(*(r["counters"] for r in finite), strict=True)]
+        if total:
+            buffer = self._flatten(steps[self.rank] / total)
+            self._collective(dist.all_reduce, buffer)
+            self._unflatten(buffer, version, counters)
+        prints = self._ranks.exchange("print", fingerprint(self.trainable.tensors()))
+        if len(set(prints)) == 1:
+            return prints[0]
+        source = 0 if total else records.index(finite[0])
+        self._guard("drafters_differ", f"{prints} after the merge: all take rank {source}'s")
+        buffer = self._flatten(1.0)
+        self._collective(dist.broadcast, buffer, source)
+        self._unflatten(buffer, version + 1, counters)
+        return fingerprint(self.trainable.tensors())
+
+    def _averaged(self) -> list[torch.Tensor]:
+        """Weights, then optimizer moments, each in the order of their names."""
+        moments = self.trainable.optimizer_tensors()
+        floats = [item for item in sorted(moments.items()) if not _is_counter(*item)]
+        return [t.detach() for _, t in sorted(self.trainable.tensors().items()) + floats]
+
+    def _counters(self) -> list[torch.Tensor]:
+        moments = self.trainable.optimizer_tensors()
+        return [t.detach() for name, t in sorted(moments.items()) if _is_counter(name, t)]
+
+    def _flatten(self, weight: float) -> torch.Tensor:
+        """All averaged tensors times `weight`, as one fp32 vector."""
+        parts = self._averaged()
+        count = sum(part.numel() for part in parts)
+        buffer = torch.zeros(count, dtype=torch.float32, device=parts[0].device)
+        if weight:  # a drafter that is not finite has weight 0, but 0 * nan is nan
+            for view, part in zip(_views(buffer, parts), parts, strict=True):
+                view.copy_(part).mul_(weight)
+        return buffer
+
+    def _unflatten(self, buffer: torch.Tensor, version: int, counters: list[int]) -> None:
+        parts, names = self._averaged(), sorted(self.trainable.tensors())
+        views = _views(buffer, parts)
+        self.trainable.load(dict(zip(names, views, strict=False)), version)
+        for part, view in zip(parts[len(names) :], views[len(names) :], strict=True):
+            part.copy_(view)
+        for counter, value in zip(self._counters(), counters, strict=True):
+            counter.fill_(value)
+
+    def _collective(self, start: Callable[..., Any], *args: Any) -> None:
+        """A collective that all ranks have announced; bounded, as one may die right here."""
+        try:
+            bound = timedelta(seconds=self.config.lost_rank_seconds)
+            start(*args, async_op=True).wait(bound)
+        except RuntimeError as error:
+            message = f"rank {self.rank}: a rank was lost in the merge of step {self._step}"
+            raise RuntimeError(f"{message}: {error}") from error
+
+    def _guard(self, name: str, message: str) -> None:
+        """Counts what should not happen; says it the 1st, 2nd, 4th, 8th ... time."""
+        count = self.guards[name] = self.guards.get(name, 0) + 1
+        if count & (count - 1) == 0:
+            self._write("guard", name=name, count=count, message=message)
+
+    def _write(self, event: str, **fields: Any) -> None:
+        if self.log is not None:
+            self.log.write(event, **fields)
+
+
+def _freshness(header: dict[str, int]) -> tuple[int, int]:
+    return header["window"], header["drafter_steps"]
+
+
+def _all_finite(tensors: list[torch.Tensor]) -> bool:
+    """One pass and no temporary: a sum is finite only if all its terms are."""
+    return all(math.isfinite(tensor.sum(dtype=torch.float32)) for tensor in tensors)
+
+
+def _is_counter(name: str, tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or re.split(r"[./]", name)[-1] == "step"
+
+
+def _views(buffer: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    pieces = buffer.split([part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """CUDA has a type for it, the CPU allocator only a sentence."""
+    typed = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return typed or "can't allocate memory" in str(error)

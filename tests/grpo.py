@@ -1,0 +1,82 @@
+"""A tiny GRPO run in this process, for tests of the trainer; also a rank of a two-rank run.
+
+    torchrun-like environment: python tests/grpo.py MODEL_DIR OUT_DIR
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from trl import GRPOConfig
+
+from minitlt.config import RolloutConfig
+from minitlt.eagle3 import DrafterConfig, save_drafter
+from minitlt.events import EventLog
+from minitlt.rl import MiniTLTTrainer
+from minitlt.spot import SpotConfig
+
+PROMPTS = ["count", "spell it", "add two and two", "say a"]
+
+
+def reward_short(completions, **_):
+    """Shorter is better, vowels are good: graded, so groups differ."""
+    return [sum(c.count(v) for v in "aeiou") - 0.02 * len(c) for c in completions]
+
+
+def make_trainer(model_dir, out_dir, *, rows=8, steps=3, length=24, arms=("off",), **extra):
+    drafter = DrafterConfig(draft_vocab_size=64, pack_tokens=64, buffer_tokens=4096)
+    given = {k: extra.pop(k) for k in ("rollout", "log", "spot", "peft_config") if k in extra}
+    args = GRPOConfig(
+        output_dir=str(Path(out_dir) / "checkpoints"),
+        use_cpu=True,
+        bf16=False,
+        max_steps=steps,
+        per_device_train_batch_size=rows,
+        num_generations=4,
+        max_completion_length=length,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        seed=3,
+        disable_tqdm=True,
+        **extra,
+    )
+    return MiniTLTTrainer(
+        model=str(model_dir),
+        reward_funcs=[reward_short],
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 16}),
+        drafter=drafter,
+        **{"rollout": RolloutConfig(arms=list(arms)), "spot": SpotConfig(mode="auto"), **given},
+    )
+
+
+def main():
+    torch.set_num_threads(1)
+    model_dir, out_dir = map(Path, sys.argv[1:3])
+    rank = int(os.environ["RANK"])
+    log = EventLog(out_dir / "events.jsonl", rank)
+    trainer = make_trainer(
+        model_dir, out_dir, rows=4, arms=("off", "eagle-2"), length=12, steps=4, log=log
+    )
+    if rank == 0:  # this rank's rows are many times longer: it is the straggler
+        trainer.sampling = dataclasses.replace(
+            trainer.sampling, max_new_tokens=220, min_new_tokens=200
+        )
+    trainer.train()
+    save_drafter(out_dir / f"drafter{rank}", trainer.speculation.drafter)
+    (out_dir / f"rank{rank}.json").write_text(json.dumps({"version": trainer.speculation.trainer.version}))
+    trainer.speculation.spot.close()
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+"""Training the drafter: which pairs are taught what, packing, the buffer, checkpoints."""
+
+import math
+
+import pytest
+import torch
+from models import tiny_model
+from test_drafter import H, W, make_drafter, random_row, reference
+
+from minitlt.distill import DrafterTrainer, ReplayBuffer, Window, make_pack
+from minitlt.drafter import DrafterConfig, Eagle3Config, Eagle3Drafter
+
+
+def make_buffer(config=None, rows=((3, 9, 1), (5, 20, 2)), vocab_size=W):
+    """Rows of (prompt length, length, seed) with random taps."""
+    buffer = ReplayBuffer(config, vocab_size=vocab_size)
+    for prompt_len, length, seed in rows:
+        tokens, taps = random_row(length, seed)
+        buffer.add(tokens, prompt_len, taps[:-1], taps[:-1, :H].contiguous())
+    return buffer
+
+
+def whole(row, steps=2):
+    start, stop = max(0, row.prompt_len - steps), row.num_tokens - 2
+    return Window(row, 0, start, stop)
+
+
+def config(**changes):
+    return DrafterConfig(
+        **{"pack_tokens": 40, "tap_dtype": "float64", "draft_vocab_size": 23} | changes
+    )
+
+
+# What is supervised.
+
+
+def test_supervised_pairs_of_a_one_token_prompt_by_hand():
+    """x0 | x1 x2 x3, the target has read x0 x1 x2. Pair t = (x_{t+1}, taps of t).
+
+    Step 0: pair 0 holds x1 and is taught by position 1, pair 1 holds x2 and is taught by 2; pair 2
+    holds x3, which the target never read. Step 1: pair 0 holds x2 and is taught by 2; pair 1 holds
+    x3. Step 2: pair 0 holds x3. Nothing is left.
+    """
+    buffer = make_buffer(rows=[(1, 4, 7)])
+    row = buffer.rows[0]
+    [window] = buffer.sample(10, 3, torch.Generator().manual_seed(0))
+    assert (window.start, window.stop) == (0, 2)
+    pack, hidden, teacher = make_pack([window], 3, torch.device("cpu"))
+    assert torch.equal(pack.tokens_N, row.tokens_L[1:3])
+    assert torch.equal(pack.tokens_SM[0], row.tokens_L[1:3])
+    assert torch.equal(pack.tokens_SM[1], row.tokens_L[2:4])
+    assert pack.tokens_SM[2].tolist() == [int(row.tokens_L[3]), 0]
+    taught = [[int(j) for j in step] for step in teacher]
+    assert taught == [[0, 1], [1, -1], [-1, -1]]
+    assert torch.equal(hidden, row.hidden_NH[1:3])  # positions 1 and 2
+
+
+def test_supervised_pairs_with_a_prompt_by_hand():
+    """x0 x1 x2 | x3 x4 x5 x6, read up to x5: tokens x3, x4, x5 teach, at whatever step."""
+    buffer = make_buffer(rows=[(3, 7, 7)])
+    row = buffer.rows[0]
+    [window] = buffer.sample(100, 3, torch.Generator().manual_seed(0))
+    assert (window.context, window.start, window.stop) == (0, 0, 5)
+    pack, hidden, teacher = make_pack([window], 3, torch.device("cpu"))
+    #  pair:            0   1  2   3   4       step s: pair t holds x_{t+1+s}
+    assert teacher.tolist() == [
+        [-1, -1, 0, 1, 2],
+        [-1, 0, 1, 2, -1],
+        [0, 1, 2, -1, -1],
+    ]
+    assert torch.equal(hidden, row.hidden_NH[3:6])
+    assert pack.query_M.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_gradient_reaches_exactly_the_supervised_inputs():
+    """Through the taps and the token embeddings, step by step, for x0 x1 | x2 x3 x4."""
+    drafter = make_drafter(23)
+    row = make_buffer(rows=[(2, 5, 7)]).rows[0]
+    window = whole(row)
+    assert (window.start, window.stop) == (0, 3)
+    pack, _, teacher = make_pack([window], 2, torch.device("cpu"))
+    assert teacher.tolist() == [[-1, 0, 1], [0, 1, -1]]
+    drafter.reserve_positions(8)
+    pack.features_NF.requires_grad_()
+    for step, pairs in ((0, {1, 2}), (1, {0, 1})):
+        states = drafter.unroll(pack, 2)[step]
+        states[teacher[step] >= 0].sum().backward(retain_graph=True)
+        moved = pack.features_NF.grad.abs().sum(1).nonzero()[:, 0].tolist()
+        # A pair is moved iff a supervised pair is at or behind it: keys and values reach back.
+        assert set(moved) == set(range(max(pairs) + 1))
+        pack.features_NF.grad = None
+
+
+def test_teacher_is_the_targets_own_law():
+    """lm_head over the taps' last hidden state equals the model's logits: the final norm is in."""
+    model = tiny_model()
+    tokens = torch.arange(5, 17)[None]
+    with torch.no_grad():
+        out = model(tokens, output_hidden_states=True)
+    drafter_config = Eagle3Config.from_target(model.config, config(draft_vocab_size=31))
+    drafter = Eagle3Drafter(drafter_config)
+    drafter.ids_V.copy_(torch.arange(40, 71))
+    drafter.tie(model.model.embed_tokens.weight, model.lm_head.weight)
+    teacher = out.hidden_states[-1][0] @ drafter.target_rows().T
+    torch.testing.assert_close(teacher, out.logits[0, :, 40:71], rtol=1e-5, atol=1e-5)
+
+
+def test_loss_equals_the_reference_by_hand():
+    """sum_s decay^s * mean over supervised pairs, against the slow forward of a whole row."""
+    drafter = make_drafter(23)
+    row = make_buffer(rows=[(3, 9, 1)]).rows[0]
+    trainer = DrafterTrainer(drafter, make_buffer(), config(loss="kl", ttt_steps=3, ttt_decay=0.5))
+    loss, acceptance = trainer.loss([whole(row, 3)])
+    logits = reference(drafter).unroll(row.tokens_L.tolist(), row.features_NF, 3)
+    expected, accepted = 0.0, []
+    for s in range(3):
+        kl, overlap = [], []
+        for t in range(row.num_tokens - 1 - s):
+            j = t + 1 + s
+            if row.prompt_len <= j <= row.num_tokens - 2:
+                p = torch.softmax(drafter.target_rows() @ row.hidden_NH[j], 0)
+                q = torch.softmax(logits[s][t], 0)
+                kl.append((p * (p / q).log()).sum())
+                overlap.append(torch.minimum(p, q).sum())
+        expected += 0.5**s * torch.stack(kl).mean()
+        accepted.append(torch.stack(overlap).mean())
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(acceptance.double(), torch.stack(accepted), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["kl", "tv", "lk"])
+@pytest.mark.parametrize("train_head", [True, False])
+def test_gradient_never_reaches_the_target(loss, train_head):
+    drafter = make_drafter(23, train_head=train_head)
+    embed = torch.nn.Parameter(drafter._target.embed.clone())
+    head = torch.nn.Parameter(drafter._target.head.clone())
+    drafter.tie(embed, head)
+    before = embed.detach().clone(), head.detach().clone()
+    own = {k: v.detach().clone() for k, v in drafter.named_parameters()}
+    trainer = DrafterTrainer(drafter, make_buffer(), config(loss=loss, train_head=train_head))
+    for _ in range(3):
+        assert trainer.train_step()["tokens"] > 0
+    assert embed.grad is None and head.grad is None
+    assert torch.equal(embed, before[0]) and torch.equal(head, before[1])
+    assert set(trainer.tensors()) == set(own)  # nothing of the target's is trained or published
+    for name, parameter in drafter.named_parameters():  # and everything of its own learns
+        assert not torch.equal(parameter, own[name]), name
+
+
+def test_packing_changes_nothing():
+    """Two rows in one pack: same gradients as one after the other; positions stay the rows' own."""
+    drafter = make_drafter(23)
+    windows = [whole(row) for row in make_buffer(rows=[(3, 9, 1), (5, 20, 2), (1, 4, 3)]).rows]
+    drafter.reserve_positions(32)
+
+    def gradients(packs):
+        total = 0.0
+        for pack in packs:
+            states = torch.stack(drafter.unroll(pack, 2))
+            total = total + torch.tanh(drafter.logits(states)).sum()
+        drafter.zero_grad()
+        total.backward()
+        return {name: p.grad.clone() for name, p in drafter.named_parameters()}
+
+    device = torch.device("cpu")
+    together = gradients([make_pack(windows, 2, device)[0]])
+    apart = gradients([make_pack([w], 2, device)[0] for w in windows])
+    for name, gradient in together.items():
+        torch.testing.assert_close(gradient, apart[name], rtol=1e-10, atol=1e-12)
+
+
+def test_a_window_with_context_equals_the_whole_row():
+    drafter = make_drafter(23)
+    drafter.reserve_positions(32)
+    row = make_buffer(rows=[(5, 20, 2)]).rows[0]
+    full = drafter.unroll(make_pack([whole(row)], 2, torch.device("cpu"))[0], 2)
+    part = drafter.unroll(make_pack([Window(row, 0, 9, 14)], 2, torch.device("cpu"))[0], 2)
+    first = whole(row).start
+    for whole_step, part_step in zip(full, part, strict=True):
+        torch.testing.assert_close(part_step, whole_step[9 - first : 14 - first])
+
+
+def test_teachers_of_a_window_reach_past_its_end_but_not_the_rows():
+    row = make_buffer(rows=[(5, 20, 2)]).rows[0]
+    _, hidden, teacher = make_pack([Window(row, 2, 9, 14)], 3, torch.device("cpu"))
+    assert teacher.tolist() == [[0, 1, 2, 3, 4], [1, 2, 3, 4, 5], [2, 3, 4, 5, 6]]
+    assert torch.equal(hidden, row.hidden_NH[10:17])
+    _, hidden, teacher = make_pack([Window(row, 2, 15, 18)], 3, torch.device("cpu"))
+    assert teacher.tolist() == [[0, 1, 2], [1, 2, -1], [2, -1, -1]]
+    assert torch.equal(hidden, row.hidden_NH[16:19])
+
+
+# Learning.
+
+
+def test_drafter_overfits_a_fixed_target():
+    """Greedy chain on its own states accepts above 0.95 over two steps of a small fixed text."""
+    random = torch.Generator().manual_seed(0)
+    embed = torch.randn(W, 16, generator=random)
+    drafter_config = Eagle3Config(
+        hidden_size=16, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=8,
+        vocab_size=W, draft_vocab_size=40, rms_norm_eps=1e-5, max_positions=64,
+        rope={"rope_type": "default", "rope_theta": 1e4}, num_target_layers=8,
+        tap_layers=(2, 4, 5),
+    )  # fmt: skip
+    drafter = Eagle3Drafter(drafter_config)
+    drafter.tie(embed, 1.5 * embed)
+    settings = config(
+        learning_rate=5e-3, head_learning_rate=5e-3, pack_tokens=200, clip=1.0, draft_vocab_size=40
+    )
+    buffer = ReplayBuffer(settings, vocab_size=W)
+    for _ in range(4):
+        tokens = torch.randint(40, (30,), generator=random)
+        taps = torch.randn(29, 48, generator=random)
+        buffer.add(tokens.tolist(), 4, taps, embed[tokens[1:]] + 0.1)
+    trainer = DrafterTrainer(drafter, buffer, settings)
+    for _ in range(220):
+        result = trainer.train_step()
+    assert result["acceptance"][0] > 0.95 and result["acceptance"][1] > 0.95, result
+
+
+def test_acceptance_recovers_after_the_target_moves():
+    drafter = make_drafter(0, torch.float32)
+    trainer = DrafterTrainer(
+        drafter, make_buffer(), config(draft_vocab_size=0, learning_rate=5e-3, loss="lk")
+    )
+    for _ in range(60):
+        before = trainer.train_step()["acceptance"][0]
+    drafter._target.head.copy_(drafter._target.head.roll(7, 0))  # the policy is another one now
+    moved = trainer.train_step()["acceptance"][0]
+    for _ in range(60):
+        after = trainer.train_step()["acceptance"][0]
+    assert moved < before - 0.2 and after > moved + 0.2
+
+
+def test_a_step_that_is_not_finite_leaves_the_weights_alone():
+    buffer = make_buffer()
+    buffer.rows[0].features_NF[:] = math.nan
+    buffer.rows[1].features_NF[:] = math.nan
+    trainer = DrafterTrainer(make_drafter(23), buffer, config())
+    before = {name: t.clone() for name, t in trainer.state_dict().items()}
+    result = trainer.train_step()
+    assert not math.isfinite(result["loss"]) and trainer.version == 0
+    for name, tensor in trainer.state_dict().items():
+        if name.startswith(("drafter", "optimizer")):
+            assert torch.equal(tensor, before[name])
+
+
+def test_an_empty_buffer_is_no_step():
+    trainer = DrafterTrainer(make_drafter(23), ReplayBuffer(vocab_size=W), config())
+    assert trainer.train_step()["tokens"] == 0 and trainer.version == 0
+
+
+def test_step_size_follows_the_clock():
+    trainer = DrafterTrainer(make_drafter(23), make_buffer(), config(pack_tokens=0))
+    assert trainer.budget_seconds == 0.25
+    trainer._size = 100.0
+    trainer._adapt(100, 0.1)
+    assert trainer._size == 125.0  # grows by a quarter at most
+    trainer._adapt(125, 0.25)
+    assert trainer._size == pytest.approx(100.0)  # aims at 80 %
+    trainer._adapt(100, 10.0)
+    assert trainer._size == 50.0
+    trainer._adapt(20, 0.001)  # the buffer had no more: nothing learnt about speed
+    assert trainer._size == 50.0
+    fixed = DrafterTrainer(make_drafter(23), make_buffer(), config(pack_tokens=7))
+    fixed._adapt(7, 10.0)
+    assert fixed._size == 7.0
+
+
+def test_global_generator_is_left_alone():
+    before = torch.get_rng_state()
+    trainer = DrafterTrainer(make_drafter(23), make_buffer(), config())
+    trainer.train_step()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# The draft vocabulary.
+
+
+def test_vocabulary_refresh_keeps_trained_rows():
+    drafter = make_drafter(4)
+    drafter.ids_V.copy_(torch.tensor([2, 5, 8, 11]))
+    trainer = DrafterTrainer(drafter, make_buffer(), config())
+    trainer.train_step()
+    trained, moments = drafter.head.detach().clone(), trainer.optimizer_tensors()
+    average = moments["head.exp_avg"].clone()
+    counts = torch.zeros(W, dtype=torch.int64)
+    counts[[5, 8, 20, 3]] = torch.tensor([9, 8, 7, 6])
+    assert trainer.coverage(counts) == pytest.approx(17 / 30)
+    assert trainer.refresh_vocab(counts)
+    assert drafter.ids_V.tolist() == [3, 5, 8, 20]
+    assert trainer.coverage(counts) == 1.0
+    head, target = drafter.head.detach(), drafter._target.head
+    assert torch.equal(head[1:3], trained[1:3])  # 5 and 8 stay
+    assert torch.equal(head[0], target[3]) and torch.equal(head[3], target[20])
+    assert torch.equal(moments["head.exp_avg"][1:3], average[1:3])
+    assert not moments["head.exp_avg"][[0, 3]].any()
+    assert torch.equal(drafter.target_rows(), target[[3, 5, 8, 20]])
+    assert not trainer.refresh_vocab(counts)  # nothing to gain
+
+
+def test_vocabulary_is_not_changed_for_little():
+    trainer = DrafterTrainer(make_drafter(4), make_buffer(), config(vocab_gain=0.1))
+    trainer.drafter.ids_V.copy_(torch.tensor([2, 5, 8, 11]))
+    counts = torch.zeros(W, dtype=torch.int64)
+    counts[[2, 5, 8, 20]] = torch.tensor([40, 30, 25, 5])
+    assert not trainer.refresh_vocab(counts)
+    counts[20] = 15
+    assert trainer.refresh_vocab(counts)
+    full = DrafterTrainer(make_drafter(0), make_buffer(), config())
+    assert not full.refresh_vocab()
+
+
+def test_counts_are_of_response_tokens_and_fade():
+    buffer = ReplayBuffer(vocab_size=W)
+    taps = torch.zeros(19, 3 * H)
+    buffer.add([7] * 4 + [9] * 16, 4, taps, taps[:, :H])
+    assert int(buffer.counts()[9]) == 16 and int(buffer.counts()[7]) == 0
+    buffer.next_step()
+    assert int(buffer.counts()[9]) == 14
+
+
+# The buffer.
+
+
+def test_buffer_keeps_the_longest_rows_of_earlier_steps():
+    buffer = make_buffer(
+        config(buffer_tokens=100), rows=[(2, 30, 1), (2, 10, 2), (2, 20, 3), (2, 40, 4)]
+    )
+    assert buffer.num_tokens == 100
+    buffer.next_step()
+    for seed, length in ((5, 25), (6, 8)):
+        tokens, taps = random_row(length, seed)
+        buffer.add(tokens, 2, taps[:-1], taps[:-1, :H])
+    # 25 more push out the old rows of 10 and 20, 8 more the one of 30.
+    assert sorted((row.step, row.num_tokens) for row in buffer.rows) == [(0, 40), (1, 8), (1, 25)]
+    assert buffer.num_tokens == sum(row.num_tokens for row in buffer.rows)
+
+
+def test_buffer_skips_rows_that_teach_nothing():
+    buffer = make_buffer(rows=[(5, 6, 1)])  # one response token, which the target never read
+    assert not buffer.rows and int(buffer.counts().sum()) == 1
+
+
+def test_samples_mix_old_and_new_rows():
+    buffer = make_buffer(config(long_share=0.5), rows=[(2, 40, i) for i in range(20)])
+    buffer.next_step()
+    for seed in range(20):
+        tokens, taps = random_row(20, 50 + seed)
+        buffer.add(tokens, 2, taps[:-1], taps[:-1, :H])
+    random = torch.Generator().manual_seed(0)
+    old = new = 0
+    for _ in range(50):
+        windows = buffer.sample(64, 2, random)
+        assert sum(w.stop - w.start for w in windows) == 64
+        assert len({id(w.row) for w in windows}) == len(windows)
+        for w in windows:
+            first = max(0, w.row.prompt_len - 2)
+            assert first <= w.start < w.stop <= w.row.num_tokens - 2
+            old, new = old + (w.row.step == 0), new + (w.row.step == 1)
+    assert 0.4 < old / (old + new) < 0.6
+    everything = buffer.sample(10_000, 2, random)  # no more than there is
+    assert len(everything) == 40
+
+
+# Checkpoints and merging.
+
+
+def test_resume_equals_uninterrupted():
+    def fresh(seed):
+        return DrafterTrainer(make_drafter(23, seed=seed), make_buffer(), config(vocab_gain=0.0))
+
+    def second_half(trainer):
+        losses = [trainer.train_step()["loss"] for _ in range(2)]
+        trainer.buffer.next_step()
+        tokens, taps = random_row(15, 33)
+        trainer.buffer.add(tokens, 2, taps[:-1], taps[:-1, :H])
+        trainer.refresh_vocab()
+        return losses + [trainer.train_step()["loss"] for _ in range(2)]
+
+    straight = fresh(0)
+    for _ in range(3):
+        straight.train_step()
+    state = straight.state_dict()
+    assert all(isinstance(t, torch.Tensor) for t in state.values())
+    expected = second_half(straight)
+    resumed = fresh(0)
+    for _ in range(2):
+        resumed.train_step()  # another state, to be overwritten
+    resumed.buffer.rows.clear()
+    resumed.load_state_dict(state)
+    assert second_half(resumed) == expected
+    assert resumed.version == straight.version == 7
+    for name, tensor in straight.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], tensor), name
+
+
+def test_what_is_merged_is_complete_from_the_start():
+    trainer = DrafterTrainer(make_drafter(23), make_buffer(), config())
+    names = set(trainer.tensors())
+    moments = trainer.optimizer_tensors()
+    assert set(moments) == {f"{n}.{k}" for n in names for k in ("step", "exp_avg", "exp_avg_sq")}
+    assert not any(t.any() for t in moments.values())
+    trainer.train_step()
+    assert int(trainer.optimizer_tensors()["fc.step"]) == trainer.version == 1
+    assert moments["fc.exp_avg"].any()  # the tensors themselves, not copies
+    other = DrafterTrainer(make_drafter(23, seed=5), make_buffer(), config())
+    other.load({k: v.detach().clone() for k, v in trainer.tensors().items()}, 9)
+    assert other.version == 9 and torch.equal(other.drafter.fc, trainer.drafter.fc)
+    with pytest.raises(ValueError, match="fc"):
+        other.load({}, 1)

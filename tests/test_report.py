@@ -1,0 +1,498 @@
+"""The run log, what is derived from it, the live display and the HTML page.
+
+How to run: python -m pytest tests/test_report.py
+"""
+
+import ast
+import doctest
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+import threading
+import time
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fake_run import HOSTILE, write_fake_run
+
+import minitlt.events
+from minitlt.charts import COLOURS, Run
+from minitlt.events import EVENTS, METRICS, TRAINER_METRICS, EventLog, check_event, read_events
+from minitlt.page import page_html, render_report
+from minitlt.pictures import PICTURES, draw, timeline_spans
+from minitlt.report import (
+    Board,
+    duration,
+    number,
+    print_summary,
+    run_seconds,
+    step_table,
+    summarize,
+    watch,
+)
+
+PACKAGE = Path(minitlt.events.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("fake") / "run"
+    write_fake_run(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def page(fake: Path) -> str:
+    return render_report([fake], fake / "report.html").read_text()
+
+
+# Writing and reading.
+
+
+def test_values_become_json_and_nonfinite_numbers_are_counted(tmp_path):
+    log = EventLog(tmp_path / "e.jsonl", rank=3, clock=lambda: 1234.56789)
+    log.write(
+        "note",
+        message=Path("a/b"),
+        a=float("nan"),
+        b=[1 / 3, float("inf"), {"x": -float("inf")}],
+        c=np.float32(0.5),
+        d=torch.tensor([1.0, float("nan")]),
+        e=True,
+        f={1, 2},
+    )
+    line = (tmp_path / "e.jsonl").read_text()
+    assert "NaN" not in line and "Infinity" not in line
+    assert json.loads(line) == {
+        "t": 1234.568, "rank": 3, "event": "note", "message": "a/b", "a": None,
+        "b": [0.333333, None, {"x": None}], "c": 0.5, "d": [1.0, None], "e": True, "f": [1, 2],
+        "nonfinite": 4,
+    }  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(texts=st.lists(st.text(), max_size=4))
+def test_any_text_survives(tmp_path_factory, texts):
+    path = tmp_path_factory.mktemp("log") / "e.jsonl"
+    log = EventLog(path, rank=0)
+    for text in texts:
+        log.write("note", message=text + '{"t":1}\n')
+    log.close()
+    assert [event["message"] for event in read_events(path)] == [t + '{"t":1}\n' for t in texts]
+
+
+def test_half_a_last_line_is_normal_and_others_are_reported(tmp_path, caplog):
+    path = tmp_path / "e.jsonl"
+    log = EventLog(path, rank=0)
+    log.write("note", message="one")
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: len(whole) // 2])
+    with caplog.at_level(logging.WARNING):
+        assert [event["message"] for event in read_events(path)] == ["one"]
+        assert not caplog.records
+        # A killed run that goes on starts a fresh line.
+        EventLog(path, rank=0).write("note", message="two")
+        assert [event["message"] for event in read_events(path)] == ["one", "two"]
+    assert "1 unreadable lines (2)" in caplog.text
+    caplog.clear()
+    # Half a line with another rank's whole line glued to it: only the half is lost.
+    path.write_bytes(whole[:20] + whole + whole)
+    with caplog.at_level(logging.WARNING):
+        assert len(read_events(path)) == 2
+    assert "1 unreadable lines (1)" in caplog.text
+
+
+def test_missing_log_is_a_user_error(tmp_path):
+    with pytest.raises(ValueError, match=r"no run log here"):
+        read_events(tmp_path / "events.jsonl")
+
+
+WRITER = """
+import sys
+from minitlt.events import EventLog
+log = EventLog(sys.argv[1], rank=int(sys.argv[2]))
+for i in range(1500):
+    log.write("note", message="x" * (i * 7919 % 9000), i=i)
+"""
+
+
+def test_two_processes_lose_nothing(tmp_path, caplog):
+    path = tmp_path / "e.jsonl"
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(rank)], cwd=PACKAGE.parent)
+        for rank in range(2)
+    ]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    events = read_events(path)
+    assert not caplog.records
+    for rank in range(2):
+        mine = [event for event in events if event["rank"] == rank]
+        assert [event["i"] for event in mine] == list(range(1500))
+        assert all(len(event["message"]) == event["i"] * 7919 % 9000 for event in mine)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full (Linux)")
+def test_full_disk_is_said_once_and_survived(capsys):
+    log = EventLog("/dev/full", rank=0)
+    log.write("note", message="a")
+    log.write("note", message="b")
+    said = capsys.readouterr().err
+    assert said.count("cannot write /dev/full") == 1 and "the run goes on" in said
+
+
+def test_write_after_close_does_not_raise(tmp_path, capsys):
+    log = EventLog(tmp_path / "e.jsonl", rank=0)
+    log.close()
+    log.write("note", message="late")
+    assert "the run goes on" in capsys.readouterr().err
+
+
+def test_docstring_example():
+    assert doctest.testmod(minitlt.events).failed == 0
+
+
+# The tables of events and metrics.
+
+
+def test_fake_run_writes_exactly_the_table(fake):
+    events = read_events(fake / "events.jsonl")
+    assert [problem for event in events for problem in check_event(event)] == []
+    used: dict[str, set[str]] = {}
+    for event in events:
+        used.setdefault(event["event"], set()).update(event.keys() - {"t", "rank", "event"})
+    # The accept lengths of a swap come with swap_result in the fake run.
+    used["swap"] |= {"accept_before", "accept_after", "drafter_steps"}
+    assert used == {name: set(fields) for name, fields in EVENTS.items()}
+
+
+def test_package_writes_only_what_the_table_has():
+    wrong = []
+    for source in PACKAGE.glob("*.py"):
+        for call in ast.walk(ast.parse(source.read_text())):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                continue
+            if call.func.attr not in ("write", "_write") or not call.args:
+                continue
+            name = getattr(call.args[0], "value", None)
+            if not isinstance(name, str) or not call.keywords:
+                continue  # a file, or a method that passes an event on
+            fields = {keyword.arg for keyword in call.keywords} - {None}
+            if name not in EVENTS or not fields <= set(EVENTS[name]):
+                wrong.append(f"{source.name}:{call.lineno} {name} {fields}")
+    assert wrong == []
+
+
+def test_trainer_metrics_table_is_what_the_trainer_names():
+    sources = [PACKAGE / "rl.py", PACKAGE / "spot.py"]
+    text = "".join(source.read_text() for source in sources if source.exists())
+    assert set(re.findall(r'"((?:spec|rollout|spot|drafter)/\w+)"', text)) == set(TRAINER_METRICS)
+
+
+def test_docstring_names_every_event():
+    assert minitlt.events.__doc__ is not None
+    assert set(EVENTS) <= set(re.findall(r"`(\w+)`", minitlt.events.__doc__))
+
+
+def test_metrics_table_is_what_step_table_returns(fake):
+    rows = step_table(read_events(fake / "events.jsonl"))
+    assert all(list(row) == list(METRICS) for row in rows)
+    assert all(row[name] is not None for row in rows for name in METRICS)
+
+
+def test_check_event_names_what_is_wrong():
+    assert check_event({"event": "nope"}) == ["unknown event 'nope'"]
+    problems = check_event({"event": "note", "t": 0, "rank": 0, "text": "x"})
+    assert problems == ["note: unknown field 'text'", "note: field 'message' is missing"]
+
+
+def test_import_is_light():
+    heavy = ("torch", "matplotlib", "rich", "numpy", "transformers")
+    code = (
+        "import sys, minitlt.page, minitlt.report;"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+# Numbers.
+
+
+def tiny_log(path: Path) -> list[dict]:
+    """Three steps on two ranks; step 2 is done again after a resume an hour later."""
+    now = [100.0]
+    logs = [EventLog(path, rank, clock=lambda: now[0]) for rank in range(2)]
+
+    def at(t: float, rank: int, event: str, **fields: object) -> None:
+        now[0] = t
+        logs[rank].write(event, **fields)
+
+    def step(number: int, start: float, accept: float, reward: float) -> None:
+        common = {"step": number, "arms": {}, "active_trace": [], "accept_by_position": []}
+        for rank, seconds in ((0, 2.0), (1, 6.0)):
+            at(start + seconds, rank, "rollout_end", seconds=seconds, tokens=60, truncated=rank,
+               accept_len=accept, rows=2, lengths=[20, 40], verify_steps=30, drafter_version=0,
+               **common)  # fmt: skip
+        at(start + 6, 0, "harvest_end", step=number, available_s=4.0, harvested_s=3.0,
+           overshoot_s=0.1, drafter_steps=10, tokens=100, loss_first=2.0, loss_last=1.0,
+           buffer_tokens=5)  # fmt: skip
+        at(start + 8, 0, "update", step=number, seconds=2.0, reward=reward, reward_std=0.1,
+           loss=0.0, grad_norm=1.0, mean_length=30.0, step_seconds=8.0)  # fmt: skip
+
+    run = {"config": {}, "versions": {}, "world_size": 2, "target": {}, "machine": {}}
+    at(100, 0, "run", **run)
+    step(1, 100, 1.5, 0.0)
+    step(2, 108, 9.0, 9.0)
+    at(3716, 0, "run", **run)
+    step(2, 3716, 2.0, 0.5)
+    step(3, 3724, 3.0, 1.0)
+    return read_events(path)
+
+
+def test_summary_by_hand(tmp_path):
+    events = tiny_log(tmp_path / "e.jsonl")
+    assert summarize(events) == {
+        "reward_first": 0.0, "reward_last": 1.0, "accept_first": 1.5, "accept_last": 3.0,
+        "idle_available_s": 12.0, "idle_harvested_s": 9.0, "drafter_steps": 30, "steps": 3,
+        "wall_s": 32.0,  # 16 s before the pause and 16 s after it
+    }  # fmt: skip
+    rows = step_table(events)
+    assert [row["reward"] for row in rows] == [0.0, 0.5, 1.0]
+    assert [row["tok_s"] for row in rows] == [20.0] * 3
+    assert [row["end_s"] for row in rows] == [8.0, 24.0, 32.0]
+    assert run_seconds(events)[-1] == 32.0
+
+
+def test_accept_length_is_a_ratio_of_sums(tmp_path):
+    log = EventLog(tmp_path / "e.jsonl", rank=0)
+    for rank, (tokens, accept) in enumerate(((30, 3.0), (90, 1.0))):
+        log.rank = rank
+        log.write("rollout_end", step=1, seconds=1.0, tokens=tokens, accept_len=accept, truncated=0)
+    # 30 tokens in 10 row-steps and 90 in 90: 120 / 100, not (3 + 1) / 2
+    assert step_table(read_events(tmp_path / "e.jsonl"))[0]["accept_len"] == pytest.approx(1.2)
+
+
+def test_measured_keys_come_from_the_summary_event(fake):
+    summary = summarize(read_events(fake / "events.jsonl"))
+    assert set(summary) == set(EVENTS["summary"])
+    assert summary["accept_last"] > summary["accept_first"] > 1
+    assert 0 < summary["idle_harvested_s"] <= summary["idle_available_s"]
+
+
+def test_summary_of_an_empty_log():
+    summary = summarize([])
+    assert summary["steps"] == 0 and summary["reward_first"] is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0, "0"), (0.12345, "0.123"), (1.5, "1.50"), (99.96, "100.0"),
+     (1234.5, "1,234"), (-0.5, "-0.500"), (1e-7, "0.0000")],
+)  # fmt: skip
+def test_number(value, text):
+    assert number(value) == text
+
+
+def test_duration():
+    assert [duration(s) for s in (None, 0, 187, 3787)] == ["-", "0:00", "3:07", "1:03:07"]
+
+
+def test_print_summary_lists_the_files_that_exist(fake, page, capsys):
+    print_summary(summarize(read_events(fake / "events.jsonl")), fake)
+    said = capsys.readouterr().out
+    assert "Reward" in said and "Drafter steps" in said and "1.94 x" in said
+    assert "report.html, pictures/, events.jsonl" in said and "summary.json" not in said
+
+
+# The live display.
+
+
+def test_watch_prints_plain_lines_for_a_recorded_log(fake, capsys):
+    stop = threading.Event()
+    stop.set()
+    watch(fake / "events.jsonl", 12, stop)
+    lines = capsys.readouterr().out.splitlines()
+    steps = [line for line in lines if line.startswith("step")]
+    assert len(steps) == 12 and steps[-1].startswith("step 12/12")
+    for word in ("reward", "accept length", "tok/s", "idle", "harvested", "left 0:00"):
+        assert word in steps[-1]
+    assert len(lines) < 20
+
+
+def test_watch_follows_a_growing_log_and_stops(tmp_path, fake, capsys):
+    path, stop = tmp_path / "events.jsonl", threading.Event()
+    data = (fake / "events.jsonl").read_bytes()
+    thread = threading.Thread(target=watch, args=(path, 12, stop))
+    thread.start()
+    cut = len(data) // 2 + 17  # in the middle of a line
+    with path.open("ab") as file:
+        for part in (data[:cut], data[cut:]):
+            file.write(part)
+            file.flush()
+            time.sleep(0.35)
+    stop.set()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert capsys.readouterr().out.count("reward") == 12
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_watch_never_raises(tmp_path, capsys, plain):
+    stop = threading.Event()
+    stop.set()
+    EventLog(tmp_path / "e.jsonl", rank=0).write("rollout_start", surprise=1)
+    watch(tmp_path / "e.jsonl", 3, stop, plain=plain)
+    assert "'rollout_start' is not as expected" in capsys.readouterr().out
+    watch(tmp_path, 3, stop, plain=plain)  # a folder
+    assert "the run goes on" in capsys.readouterr().err
+
+
+def test_board_knows_what_each_rank_does(fake):
+    from rich.console import Console
+
+    board, seen = Board(12), set()
+    for event in read_events(fake / "events.jsonl"):
+        board.feed(event)
+        seen |= {rank.doing for rank in board.ranks.values()}
+        assert "rank 0" in board.phase_line()
+    assert seen == {"starting", "generating", "waiting", "harvesting", "merging", "updating"}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(board.renderable(board.now))
+    shown = console.export_text()
+    assert "12/12" in shown and "reward" in shown and "harvest s" in shown
+    assert board.seconds_left() == 0
+
+
+# Pictures and the page.
+
+
+class References(HTMLParser):
+    """Collects everything on a page that could make a browser fetch or run something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            value = value or ""
+            outside = name.rpartition(":")[2] in ("src", "href", "srcset", "data", "action")
+            if name.startswith("on") or (outside and not value.startswith("#")):
+                self.found.append(f"{tag} {name}={value}")
+            self.found += [use for use in re.findall(r"url\([^)]*\)", value) if "url(#" not in use]
+
+
+def test_page_refers_to_nothing_outside_itself(page):
+    parser = References()
+    parser.feed(page)
+    assert parser.found == []
+    assert not {"script", "link", "iframe", "img", "object", "embed", "base"} & parser.tags
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert "@import" not in style and "url(" not in style
+    assert 'content="width=device-width, initial-scale=1"' in page
+    assert "default-src 'none'" in page
+
+
+def test_model_text_is_escaped(page):
+    assert HOSTILE not in page and "<script" not in page
+    assert "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; &lt;img" in page
+    assert "&lt;b&gt;Think&lt;/b&gt;" in page
+
+
+def test_run_and_strategy_names_are_escaped(tmp_path, fake):
+    odd = tmp_path / "_a<i>&$x$"
+    odd.mkdir()
+    (odd / "events.jsonl").write_bytes(
+        (fake / "events.jsonl").read_bytes().replace(b"eagle3 k5", b"<u>$k$")
+    )
+    run = Run.read(odd)
+    text = page_html([run], draw([run]))
+    assert "<i>&" not in text and "<u>" not in text
+    assert "&lt;u&gt;$k$" in text
+
+
+def test_page_shows_every_picture_with_both_sentences(fake, page):
+    pictures = draw([Run.read(fake)])
+    assert len(pictures) == len(PICTURES) == page.count("<svg") == page.count("<figure>")
+    for picture in pictures:
+        assert picture.shows.endswith(".") and picture.concludes.endswith(".")
+        png = fake / "pictures" / f"{picture.name}.png"
+        assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_svg_is_text_with_colour_variables(fake):
+    (picture,) = [p for p in draw([Run.read(fake)]) if p.name == "accept_length"]
+    svg = picture.svg()
+    assert "tokens per verify step and row</text>" in svg
+    assert "var(--harvest)" in svg and "<metadata>" not in svg and "http" not in svg
+    left = set(re.findall(r"#[0-9a-f]{6}\b", svg)) & {pair[0] for pair in COLOURS.values()}
+    assert left == set()
+    assert svg == draw([Run.read(fake)])[PICTURES_BY_NAME["accept_length"]].svg()
+
+
+PICTURES_BY_NAME = {function.__name__[5:]: i for i, function in enumerate(PICTURES)}
+
+
+def test_drafted_tokens_are_marked(fake, page):
+    rows = [event for event in read_events(fake / "events.jsonl") if event["event"] == "row"]
+    shown = [row for row in rows if row["step"] in (1, 12)]
+    drafted = sum(sum(row["token_flags"]) for row in shown)
+    assert page.count("<mark>") == drafted + 1  # and the word in the legend
+
+
+def test_timeline_spans_do_not_overlap_where_they_must_not(fake):
+    spans = timeline_spans(Run.read(fake), list(range(1, 13)))
+    assert set(spans) == {0, 1}
+    for mine in spans.values():
+        for phase in ("generate", "harvest", "update"):
+            bars = sorted(span[1:] for span in mine if span[0] == phase)
+            assert all(end > begin for begin, end in bars)
+            assert all(a[1] <= b[0] for a, b in pairwise(bars))
+
+
+def test_comparison_has_a_series_per_run_and_what_differs(tmp_path, fake):
+    plain = tmp_path / "elsewhere" / "run"
+    write_fake_run(plain, steps=4, seed=1, speculative=False)
+    out = render_report([fake, plain], tmp_path / "compare.html")
+    text = out.read_text()
+    assert "Comparison of 2 runs" in text and "elsewhere/run" in text
+    assert "spot.mode" in text and "&quot;off&quot;" in text
+    assert (tmp_path / "compare_pictures" / "reward.png").exists()
+    parser = References()
+    parser.feed(text)
+    assert parser.found == []
+
+
+@pytest.mark.parametrize("keep", [1, 3, 90])
+def test_a_run_that_has_just_begun_can_be_shown(tmp_path, fake, keep):
+    lines = (fake / "events.jsonl").read_bytes().splitlines(keepends=True)[:keep]
+    (tmp_path / "events.jsonl").write_bytes(b"".join(lines) + b'{"t":17000')
+    run = Run.read(tmp_path)
+    text = page_html([run], draw([run]))
+    assert "Summary" in text
+    assert ("nothing to draw" in text) == (keep <= 3)
+
+
+def test_report_user_errors(tmp_path):
+    with pytest.raises(ValueError, match="no run folder given"):
+        render_report([], tmp_path / "x.html")
+    with pytest.raises(ValueError, match="no run log here"):
+        render_report([tmp_path / "nowhere"], tmp_path / "x.html")
+    (tmp_path / "events.jsonl").write_text("")
+    with pytest.raises(ValueError, match="the log is empty"):
+        render_report([tmp_path], tmp_path / "x.html")

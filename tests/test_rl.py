@@ -1,0 +1,225 @@
+"""The seam to TRL: its contract, equal logprobs, equal runs, weights that follow the policy."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from grpo import make_trainer
+from safetensors.torch import load_file
+from tiny import save_tiny_model
+from trl import GRPOTrainer
+
+from minitlt.config import ConfigError, RolloutConfig
+from minitlt.events import read_events
+from minitlt.kernels import row_key
+from minitlt.launch import free_port
+from minitlt.rl import full_parameters, sampling_params
+
+pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_the_seam_is_where_we_expect_it():
+    """What `_generate_single_turn` gets, what its caller takes, and who else reads use_vllm."""
+    names = list(inspect.signature(GRPOTrainer._generate_single_turn).parameters)
+    assert names[:4] == ["self", "prompt_ids", "images", "multimodal_fields"]
+    generate = inspect.getsource(GRPOTrainer._generate)
+    assert re.search(r"completion_ids, logprobs = self\._generate_single_turn\(", generate)
+    users = {
+        name
+        for name, method in vars(GRPOTrainer).items()
+        if inspect.isfunction(method) and "self.use_vllm" in inspect.getsource(method)
+    }
+    assert users == {
+        "__init__",
+        "_generate_single_turn",
+        "_tool_call_loop",
+        "_generate",
+        "_generate_and_score_completions",
+        "_compute_loss",
+    }
+
+
+def test_logprobs_equal_the_trainers_own(model_dir, tmp_path):
+    trainer = make_trainer(model_dir, tmp_path, temperature=0.7)
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12], [5, 6, 7], [20]]
+    ids, logprobs = trainer._generate_single_turn(prompts, None, {}, 4)
+    for prompt, tokens, got in zip(prompts, ids, logprobs, strict=True):
+        full = torch.tensor([prompt + tokens])
+        with torch.no_grad():
+            want, _, _ = trainer._get_per_token_logps_and_entropies(
+                trainer.model, full, torch.ones_like(full), len(tokens)
+            )
+        torch.testing.assert_close(torch.tensor(got), want[0], atol=1e-4, rtol=0)
+
+
+def test_speculation_on_and_off_give_the_same_run(model_dir, tmp_path):
+    """Same completions, rewards and final policy weights after 3 optimizer steps."""
+    results = []
+    for name, arms in (("off", ["off"]), ("on", ["ngram-3", "eagle-2", "eagle-4"])):
+        trainer = make_trainer(model_dir, tmp_path / name, arms=arms)
+        seen = []
+        generate = trainer._generate_single_turn
+
+        def spy(*args, generate=generate, seen=seen, **kwargs):
+            out = generate(*args, **kwargs)
+            seen.append(out[0])
+            return out
+
+        trainer._generate_single_turn = spy
+        trainer.train()
+        rewards = [e["reward"] for e in trainer.state.log_history if "reward" in e]
+        results.append((seen, rewards, {n: p.clone() for n, p in full_parameters(trainer.model)}))
+        if name == "on":
+            assert trainer.last_rollout.stats.arms.keys() <= {"ngram-3", "eagle-2", "eagle-4"}
+    (seen_off, rewards_off, weights_off), (seen_on, rewards_on, weights_on) = results
+    assert seen_off == seen_on and len(seen_off) == 3
+    assert rewards_off == rewards_on
+    for name, weight in weights_off.items():
+        assert torch.equal(weight, weights_on[name]), name
+
+
+def test_one_rank_and_two_draw_the_same_completions(model_dir, tmp_path):
+    """Keys come from (seed, generation, global row): two half batches equal the whole one."""
+    trainer = make_trainer(model_dir, tmp_path)
+    prompts = [[5 + i, 7, 9] for i in range(8)]
+    trainer.model.train()
+    whole, _ = trainer._generate_single_turn(prompts, None, {}, 4)
+    halves = []
+    for rank in (0, 1):
+        keys = [row_key(3, 0, rank * 4 + i) for i in range(4)]
+        engine = trainer.speculation.engine
+        part = engine.generate(prompts[rank * 4 : rank * 4 + 4], trainer.sampling, keys)
+        halves += part.completion_ids
+    assert whole == halves
+
+
+def test_the_engine_follows_every_optimizer_step(model_dir, tmp_path):
+    trainer = make_trainer(model_dir, tmp_path, steps=2)
+    target = trainer.speculation.engine.target
+    tokens = torch.tensor([[5, 6, 7, 8]])
+
+    def logits():
+        target.reserve(1, 8)
+        return target.forward(tokens, torch.tensor([0]))[0]
+
+    before = logits().clone()
+    trainer.train()
+    trainer.refresh_weights()
+    after = logits()
+    assert not torch.allclose(before, after, atol=1e-3)
+    with torch.no_grad():
+        want = trainer.model(tokens).logits
+    torch.testing.assert_close(after, want, atol=1e-4, rtol=0)
+    version = trainer.speculation.engine.policy_version
+    trainer.refresh_weights()
+    assert trainer.speculation.engine.policy_version == version  # nothing moved, nothing copied
+    with torch.no_grad():
+        next(trainer.model.parameters()).add_(0.1)  # e.g. a reloaded best model
+    trainer.refresh_weights()
+    assert trainer.speculation.engine.policy_version == version + 1
+
+
+def test_importance_sampling_ratio_is_one_where_numerics_agree(model_dir, tmp_path):
+    rollout = RolloutConfig(arms=["off", "ngram-2"], importance_sampling="on")
+    trainer = make_trainer(model_dir, tmp_path, steps=1, rollout=rollout)
+    trainer.train()
+    log = next(e for e in trainer.state.log_history if "reward" in e)
+    assert abs(log["sampling/importance_sampling_ratio/mean"] - 1) < 1e-4
+    assert log["spec/accept_length"] >= 1.0
+
+
+def test_the_global_generators_are_left_alone(model_dir, tmp_path):
+    trainer = make_trainer(model_dir, tmp_path, arms=["off", "eagle-2"])
+    before = torch.get_rng_state()
+    trainer._generate_single_turn([[5, 6, 7]] * 8, None, {}, 4)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_lora_is_merged_out_of_place(model_dir, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trainer = make_trainer(model_dir, tmp_path, peft_config=config)
+    base = {n: p.clone() for n, p in trainer.model.named_parameters() if "lora_" not in n}
+    engine = trainer.speculation.engine
+    for _ in range(50):
+        engine.target.refresh(full_parameters(trainer.model))
+    for name, parameter in trainer.model.named_parameters():
+        if name in base:
+            assert torch.equal(parameter, base[name]), name
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    engine.target.reserve(1, 8)
+    got, _ = engine.target.forward(tokens, torch.tensor([0]))
+    with torch.no_grad():
+        torch.testing.assert_close(got, trainer.model(tokens).logits, atol=1e-4, rtol=0)
+        with trainer.model.disable_adapter():
+            assert not torch.allclose(got, trainer.model(tokens).logits, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_beams": 2}, "num_beams is not supported"),
+        ({"top_kk": 2}, "did you mean 'top_k'"),
+    ],
+)
+def test_generation_settings_that_the_engine_lacks_are_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        sampling_params({"max_new_tokens": 4, "do_sample": True, **settings})
+
+
+def test_a_short_rank_harvests_its_idle_window(model_dir, tmp_path):
+    """Two processes; rank 0's rows are many times longer. Rank 1 trains the drafter while rank 0
+    decodes, all of it inside its window, and both end with the same drafter."""
+    script = Path(__file__).with_name("grpo.py")
+    environment = dict(
+        os.environ,
+        WORLD_SIZE="2",
+        LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+        OMP_NUM_THREADS="1",
+        ACCELERATE_USE_CPU="true",
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(model_dir), str(tmp_path)],
+            env=dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=120)[0].decode() for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    events = read_events(tmp_path / "events.jsonl")
+    ends = [e for e in events if e["event"] == "harvest_end" and e["rank"] == 1]
+    assert len(ends) == 4
+    assert sum(e["drafter_steps"] for e in ends[1:]) > 0
+    for end in ends:
+        assert end["harvested_s"] <= end["available_s"] + 1e-6
+        assert end["available_s"] > 0
+    stragglers = [e for e in events if e["event"] == "harvest_end" and e["rank"] == 0]
+    assert sum(e["available_s"] for e in stragglers) < sum(e["available_s"] for e in ends)
+    rollouts = [e for e in events if e["event"] == "rollout_end"]
+    assert min(min(e["lengths"]) for e in rollouts if e["rank"] == 0) >= 200
+    prints = {}
+    for event in events:
+        if event["event"] == "merge":
+            prints.setdefault(event["step"], set()).add(event["fingerprint"])
+    assert len(prints) == 4 and all(len(found) == 1 for found in prints.values())
+    left, right = (
+        load_file(next((tmp_path / f"drafter{rank}").glob("*.safetensors"))) for rank in (0, 1)
+    )
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name

@@ -1,0 +1,744 @@
+"""Idle-time training: what the window holds, what the merge gives, what faults do.
+
+Two real processes (gloo, one TCP store) play the straggler, the merges and the lost rank; swaps,
+files and degradation need no second process. Run: pytest tests/test_spot.py
+"""
+
+import functools
+import math
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+from minitlt import ranks, spot, swap
+from minitlt.spot import INLINE, OFF, Receipt, SpotConfig, SpotTrainer
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "minitlt.spot"])
+
+
+class FakeTrainer:
+    """Adds `slope` to every weight and to every moment per step; the loss is 1 / steps."""
+
+    def __init__(
+        self, slope: float = 1.0, pause: float = 0.01, limit: int = 10**9, device: str = "cpu"
+    ) -> None:
+        ramp = torch.arange(12.0).view(3, 4) / 7
+        self.weights = {"fc.weight": ramp.to(device), "norm.weight": torch.ones(4, device=device)}
+        self.state = {
+            "fc.weight/exp_avg": torch.zeros(3, 4, device=device),
+            "norm.weight/exp_avg_sq": torch.zeros(4, device=device),
+            "fc.weight/step": torch.tensor(0.0),
+        }
+        self.version, self.slope, self.pause, self.limit = 0, slope, pause, limit
+        self.fails: Callable[[], float] | None = None  # the loss of the next step, or an error
+
+    def train_step(self) -> dict[str, Any]:
+        if self.limit <= 0:
+            return {"loss": 0.0, "tokens": 0}
+        time.sleep(self.pause)
+        if self.fails:
+            return {"loss": self.fails(), "tokens": 8}
+        self.limit -= 1
+        self.version += 1
+        for tensor in (*self.weights.values(), *self.state.values()):
+            tensor += self.slope if tensor.dim() else 1
+        return {"loss": 1 / self.version, "tokens": 8, "buffer_tokens": 100}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.weights
+
+    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        return self.state
+
+    def load(self, tensors: dict[str, torch.Tensor], version: int) -> None:
+        assert set(tensors) == set(self.weights)
+        for name, tensor in tensors.items():
+            self.weights[name].copy_(tensor)
+        self.version = version
+
+
+class ListLog:
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def write(self, event: str, **fields: Any) -> None:
+        self.lines.append({"event": event, **fields})
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["event"] == event]
+
+
+def everything(trainer: FakeTrainer) -> dict[str, list[Any]]:
+    return {name: t.tolist() for name, t in (trainer.weights | trainer.state).items()}
+
+
+def straggler(rank: int, store: dist.Store, folder: str) -> dict[str, Any]:
+    """Rank 1 decodes 1.5 s longer than rank 0."""
+    trainer, log = FakeTrainer(), ListLog()
+    config = SpotConfig(publish_seconds=0.3)
+    trains = SpotTrainer(trainer, store, rank, 2, config, log, shared_dir=folder)
+    trains.begin(5)
+    dist.barrier()
+    started, polls, swaps = time.monotonic(), [], []
+    while rank == 1 and time.monotonic() - started < 1.5:
+        before = time.perf_counter()
+        taken = trains.poll()
+        polls.append(time.perf_counter() - before)
+        if taken:
+            swaps.append(
+                (taken.drafter_steps, trainer.version, float(trainer.weights["norm.weight"][0]))
+            )
+        time.sleep(0.002)
+    trainer.limit = 0 if rank else trainer.limit  # its window is empty, give or take a thread
+    own_end = time.monotonic() - started
+    receipt = trains.harvest(5)
+    modes = [oct(path.stat().st_mode & 0o777) for path in Path(folder).iterdir()]
+    states = trains.states()
+    dist.barrier()
+    trains.close()
+    dist.barrier()
+    return {
+        "receipt": receipt,
+        "own_end": own_end,
+        "steps_taken": int(trainer.state["fc.weight/step"]),
+        "swaps": swaps,
+        "polls": sorted(polls),
+        "log": log.lines,
+        "state": everything(trainer),
+        "version": trainer.version,
+        "modes": modes,
+        "states": states,
+        "left": os.listdir(folder),
+    }
+
+
+def merges(rank: int, store: dist.Store, folder: str, device: str = "cpu") -> dict[str, Any]:
+    """Three merges in a row: 3 and 5 steps, none at all, and drafters that differ unnoticed."""
+    trainer, log = FakeTrainer((0.25, 0.7)[rank], pause=0.0, device=device), ListLog()
+    config = SpotConfig(mode=INLINE, inline_fraction=1.0)
+    trains = SpotTrainer(trainer, store, rank, 2, config, log, shared_dir=folder)
+    out: dict[str, Any] = {"before": everything(trainer)}
+
+    def window(step: int, limit: int) -> Receipt:
+        trains.begin(step)
+        trainer.limit = limit
+        return trains.inline(step, 5.0)
+
+    out["unequal"] = window(0, (3, 5)[rank]), everything(trainer), trainer.version
+    out["zero"] = window(1, 0), everything(trainer), trainer.version
+    if rank == 1:
+        trainer.weights["fc.weight"][0, 0] += 1
+    out["differ"] = window(2, 0), everything(trainer), dict(trains.guards)
+    trainer.fails = (lambda: math.nan) if rank == 0 else None
+    if rank == 0:
+        trainer.weights["fc.weight"].fill_(math.nan)
+        trainer.state["norm.weight/exp_avg_sq"].fill_(math.inf)
+    out["nan_zero"] = window(3, (1, 0)[rank]), everything(trainer), trains.degraded
+    if rank == 0:
+        trainer.weights["norm.weight"].fill_(math.nan)
+    out["nan_some"] = window(4, (1, 2)[rank]), everything(trainer), trains.degraded
+    out["log"] = log.lines
+    dist.barrier()
+    trains.close()
+    return out
+
+
+def lost_in_tail(rank: int, store: dist.Store, folder: str) -> dict[str, Any]:
+    """Rank 1 is killed while it decodes; rank 0 harvests."""
+    config = SpotConfig(lost_rank_seconds=1.0)
+    trains = SpotTrainer(FakeTrainer(), store, rank, 2, config, shared_dir=folder)
+    trains.begin(3)
+    trains.poll()
+    dist.barrier()
+    if rank == 1:
+        trains.checkpoint(Path(folder) / "drafter.safetensors").result()
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        trains.harvest(3)
+    took = time.monotonic() - started
+    left = sorted(os.listdir(folder))
+    trains.close()
+    with_next = SpotTrainer(FakeTrainer(), dist.HashStore(), 0, 1, shared_dir=folder)
+    with_next.close()
+    return {"error": str(caught.value), "took": took, "left": left, "after": os.listdir(folder)}
+
+
+def lost_in_merge(rank: int, store: dist.Store, folder: str) -> dict[str, Any]:
+    """Rank 1 is killed after it said that it is ready, before the all-reduce."""
+    config = SpotConfig(lost_rank_seconds=5.0)
+    trains = SpotTrainer(FakeTrainer(), store, rank, 2, config, shared_dir=folder)
+    trains.begin(3)
+    dist.barrier()
+    if rank == 1:
+        trains._make_equal = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+        time.sleep(0.2)  # so that rank 0 has steps to merge
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        trains.harvest(3)
+    took = time.monotonic() - started
+    trains.close()
+    return {"error": str(caught.value), "took": took}
+
+
+def _rank_main(play: Callable[..., Any], rank: int, port: int, folder: str, answers: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    group = dist.PrefixStore("gloo", store)
+    dist.init_process_group("gloo", store=group, rank=rank, world_size=2)
+    answers.put((rank, play(rank, store, folder)))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)  # the group's other rank may be dead: no orderly goodbye
+
+
+def two_ranks(play: Callable[..., Any], folder: Path) -> dict[int, dict[str, Any]]:
+    """Runs `play(rank, store, folder)` in two processes; the answers of those that lived."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    answers = PROCESSES.Queue()
+    ranks = [
+        PROCESSES.Process(target=_rank_main, args=(play, rank, server.port, str(folder), answers))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    got: dict[int, dict[str, Any]] = {}
+    deadline = time.monotonic() + 40
+    while len(got) < 2 and time.monotonic() < deadline:
+        if not answers.empty():
+            rank, answer = answers.get()
+            got[rank] = answer
+        elif not any(process.is_alive() for process in ranks):
+            break
+        time.sleep(0.01)
+    for process in ranks:
+        process.kill()
+        process.join()
+    assert got, "no rank answered"
+    return got
+
+
+@pytest.fixture(scope="module")
+def tail(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    return two_ranks(straggler, tmp_path_factory.mktemp("tail"))
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    return two_ranks(merges, tmp_path_factory.mktemp("merged"))
+
+
+def test_the_window_spans_the_tail(tail: dict[int, dict[str, Any]]) -> None:
+    first, last = tail[0]["receipt"], tail[1]["receipt"]
+    available = tail[1]["own_end"] - tail[0]["own_end"]
+    assert first.available_s == pytest.approx(available, abs=0.1)
+    assert first.drafter_steps > 10 and first.tokens == 8 * first.drafter_steps
+    assert first.harvested_s <= first.available_s
+    assert first.overshoot_s < 0.2  # one step of 10 ms on a busy machine
+    assert first.loss_first == 1.0 and first.loss_last == 1 / first.drafter_steps
+    assert last.drafter_steps == 0 and last.available_s < 0.1 and last.harvested_s == 0
+
+
+def test_no_step_is_taken_after_the_window(tail: dict[int, dict[str, Any]]) -> None:
+    assert tail[0]["steps_taken"] == tail[0]["receipt"].drafter_steps
+
+
+def test_straggler_takes_over_fresher_drafters(tail: dict[int, dict[str, Any]]) -> None:
+    swaps = tail[1]["swaps"]
+    assert len(swaps) >= 2 and tail[0]["receipt"].published >= 2
+    assert [steps for steps, _, _ in swaps] == sorted({steps for steps, _, _ in swaps})
+    for steps, version, weight in swaps:
+        assert version == steps and weight == 1.0 + steps  # the weights of that very version
+    assert [line["version"] for line in tail[1]["log"] if line["event"] == "swap"] == [
+        version for _, version, _ in swaps
+    ]
+
+
+def test_poll_costs_microseconds(tail: dict[int, dict[str, Any]]) -> None:
+    polls = tail[1]["polls"]
+    assert polls[len(polls) // 2] < 100e-6
+
+
+def test_after_the_window_drafters_are_equal(tail: dict[int, dict[str, Any]]) -> None:
+    assert tail[0]["state"] == tail[1]["state"] and tail[0]["version"] == tail[1]["version"]
+    steps = tail[0]["receipt"].drafter_steps
+    assert tail[0]["state"]["norm.weight"] == [1.0 + steps] * 4  # rank 0's own bits
+    assert tail[1]["state"]["fc.weight/step"] == steps
+    prints = [
+        line["fingerprint"] for r in (0, 1) for line in tail[r]["log"] if "fingerprint" in line
+    ]
+    assert len(prints) == 2 and len(set(prints)) == 1
+
+
+def test_log_events_and_states(tail: dict[int, dict[str, Any]]) -> None:
+    fields = {line["event"]: set(line) - {"event"} for line in tail[0]["log"]}
+    assert set(fields) == {"harvest_start", "harvest_step", "harvest_end", "publish", "merge"}
+    assert fields["harvest_end"] == {
+        "step", "available_s", "harvested_s", "overshoot_s", "drafter_steps", "tokens",
+        "loss_first", "loss_last", "buffer_tokens",
+    }  # fmt: skip
+    assert fields["publish"] == {"step", "version", "seconds", "bytes"}
+    assert fields["merge"] == {"step", "seconds", "steps_by_rank", "fingerprint", "wait_s"}
+    assert all(state in (spot.MERGING, spot.UPDATING) for state, _ in tail[0]["states"])
+
+
+def test_files_are_private_and_go_with_close(tail: dict[int, dict[str, Any]]) -> None:
+    assert set(tail[0]["modes"]) == {"0o600"}
+    assert tail[0]["left"] == tail[1]["left"] == []
+
+
+def test_merge_is_the_step_weighted_average(merged: dict[int, dict[str, Any]]) -> None:
+    # Rank 0 takes 3 steps of 0.25 and rank 1 takes 5 of 0.7, from the same start:
+    # start + (3 * 3 * 0.25 + 5 * 5 * 0.7) / 8 = start + 2.46875
+    start = merged[0]["before"]
+    receipt, state, version = merged[0]["unequal"]
+    assert receipt.drafter_steps == 3 and merged[1]["unequal"][0].drafter_steps == 5
+    assert state == merged[1]["unequal"][1]
+    for name in ("fc.weight", "norm.weight", "fc.weight/exp_avg", "norm.weight/exp_avg_sq"):
+        expected = torch.tensor(start[name]) + 2.46875
+        torch.testing.assert_close(torch.tensor(state[name]), expected, rtol=1e-6, atol=1e-6)
+    assert state["fc.weight/step"] == 5.0  # the maximum
+    assert version == merged[1]["unequal"][2] == 6
+    log = [line for line in merged[0]["log"] if line["event"] == "merge"]
+    assert log[0]["steps_by_rank"] == [3, 5]
+
+
+def test_merge_without_steps_changes_nothing(merged: dict[int, dict[str, Any]]) -> None:
+    for rank in (0, 1):
+        assert merged[rank]["zero"][1:] == merged[rank]["unequal"][1:]
+
+
+def test_differing_drafters_are_said_and_repaired(merged: dict[int, dict[str, Any]]) -> None:
+    for rank in (0, 1):
+        assert merged[rank]["differ"][1] == merged[0]["zero"][1]
+        assert merged[rank]["differ"][2] == {"drafters_differ": 1}
+
+
+def test_a_poisoned_drafter_does_not_spread(merged: dict[int, dict[str, Any]]) -> None:
+    good = merged[1]["differ"][1]
+    assert merged[0]["nan_zero"][1] == merged[1]["nan_zero"][1] == good
+    assert merged[0]["nan_zero"][2] == "drafter_not_finite" and merged[1]["nan_zero"][2] == ""
+    state = merged[0]["nan_some"][1]
+    assert state == merged[1]["nan_some"][1]
+    expected = torch.tensor(good["norm.weight"]) + 0.7 + 0.7  # rank 1's two steps
+    assert state["norm.weight"] == expected.tolist()
+
+
+@pytest.mark.gpu
+def test_merges_of_cuda_tensors(merged: dict[int, dict[str, Any]], tmp_path: Path) -> None:
+    on_gpu = two_ranks(functools.partial(merges, device="cuda"), tmp_path)
+    for name in ("unequal", "zero", "differ", "nan_zero", "nan_some"):
+        for rank in (0, 1):
+            assert on_gpu[rank][name][1:] == merged[rank][name][1:]
+
+
+@pytest.mark.gpu
+def test_collective_of_nccl_is_bounded(alone: Callable[..., SpotTrainer]) -> None:
+    """One GPU holds one NCCL rank: this shows that wait(timeout) returns, with the result."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    buffer = torch.ones(1000, device="cuda")
+    alone(FakeTrainer(device="cuda"))._collective(dist.all_reduce, buffer)
+    assert bool((buffer == 1).all())
+    dist.destroy_process_group()
+
+
+def test_rank_lost_in_the_tail_is_named(tmp_path: Path) -> None:
+    answer = two_ranks(lost_in_tail, tmp_path)[0]
+    assert "rank 1 is lost: last seen generating in step 3" in answer["error"]
+    assert 1.0 < answer["took"] < 4.0
+    assert len([name for name in answer["left"] if "-r1." in name]) == 2  # killed: file and lock
+    assert answer["after"] == ["drafter.safetensors"]  # the next run has cleaned up
+
+
+def test_rank_lost_in_the_merge_is_an_error(tmp_path: Path) -> None:
+    answer = two_ranks(lost_in_merge, tmp_path)[0]
+    assert "rank 0: a rank was lost in the merge of step 3" in answer["error"]
+    assert answer["took"] < 10.0
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[SpotTrainer, SpotTrainer]]:
+    """Ranks 0 (harvests) and 1 (decodes) of a run in this process. They cannot merge."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store, config = dist.HashStore(), SpotConfig(lost_rank_seconds=1.0)
+    ranks = [SpotTrainer(FakeTrainer(), store, r, 2, config, ListLog(), tmp_path) for r in (0, 1)]
+    for rank in ranks:
+        rank.begin(1)
+    yield ranks[0], ranks[1]
+    for rank in ranks:
+        rank.close()
+    dist.destroy_process_group()
+
+
+def poll(trains: SpotTrainer) -> spot.Swap | None:
+    trains._next_look = trains._next_swap = 0.0
+    return trains.poll()
+
+
+def test_newest_by_steps_wins_and_old_windows_do_not(
+    pair: tuple[SpotTrainer, SpotTrainer],
+) -> None:
+    giver, taker = pair
+    giver.trainable.train_step()
+    assert giver._publish(7)
+    taken = poll(taker)
+    assert taken and (taken.version, taken.source_rank, taken.drafter_steps) == (1, 0, 7)
+    assert poll(taker) is None  # nothing new
+    assert giver._publish(6) and poll(taker) is None  # fewer steps than the one in place
+    assert giver._publish(9)
+    taker.begin(2)
+    assert poll(taker) is None  # of the window before: the merge has given more
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def _other_shape(path: Path) -> None:
+    tensors, numbers = swap.read_drafter(path, FakeTrainer().tensors())
+    tensors["norm.weight"] = torch.ones(5)
+    other = swap.SharedFiles(path.parent, "another_run", 0, 1)
+    other.write(tensors, numbers)
+    os.replace(other.own, path)
+    other.remove()
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        _flip,
+        _other_shape,
+        lambda path: path.write_bytes(path.read_bytes()[:-7]),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"\xff" * 4000),
+        lambda path: path.write_bytes((2).to_bytes(8, "little") + b"{}"),
+        lambda path: path.chmod(0o644),
+        lambda path: path.symlink_to(path.rename(path.with_suffix(".elsewhere"))),
+    ],
+    ids=["flipped", "other_shape", "torn", "empty", "noise", "foreign", "public", "symlink"],
+)
+def test_bad_file_is_skipped_and_counted(
+    pair: tuple[SpotTrainer, SpotTrainer], harm: Callable[[Path], Any]
+) -> None:
+    giver, taker = pair
+    giver.trainable.train_step()
+    assert giver._publish(1)
+    harm(giver._files.own)
+    before = everything(taker.trainable)
+    assert poll(taker) is None and poll(taker) is None
+    assert taker.guards == {"swap_file_skipped": 1}
+    assert taker.log.of("guard")[0]["name"] == "swap_file_skipped"
+    assert everything(taker.trainable) == before and taker.trainable.version == 0
+    assert giver._publish(2) and poll(taker)  # the next one is good
+
+
+def test_publishing_without_room_is_said(
+    pair: tuple[SpotTrainer, SpotTrainer],
+) -> None:
+    giver, taker = pair
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    giver._publish(1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        assert not giver._publish(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert giver.guards == {"publish_failed": 1}
+    taken = poll(taker)
+    assert taken and taken.drafter_steps == 1  # the one before is whole
+    assert not list(giver._files.own.parent.glob("*.tmp"))
+
+
+def test_silent_rank_is_lost_within_the_bound(pair: tuple[SpotTrainer, SpotTrainer]) -> None:
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 is lost: last seen generating in step 1"):
+        pair[0].harvest(1)
+    assert 1.0 <= time.monotonic() - started < 3.0
+
+
+def _publish_for_ever(folder: str) -> None:
+    files = swap.SharedFiles(Path(folder), "killed_run", 0, 2)
+    tensors, count = {"weight": torch.zeros(500_000)}, 0
+    while True:
+        count += 1
+        tensors["weight"].fill_(count)
+        numbers = dict.fromkeys(swap.NUMBERS, 0) | {"version": count}
+        files.write(tensors, numbers)
+
+
+def test_publisher_killed_while_writing(tmp_path: Path) -> None:
+    like = {"weight": torch.zeros(500_000)}
+    for wait in (0.0, 0.013, 0.029):
+        process = PROCESSES.Process(target=_publish_for_ever, args=(str(tmp_path),))
+        process.start()
+        path, deadline = tmp_path / "minitlt-killed_run-r0.safetensors", time.monotonic() + 20
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        mapped, numbers = swap.read_drafter(path, like)
+        time.sleep(wait)
+        process.kill()
+        process.join()
+        assert (mapped["weight"] == numbers["version"]).all()  # mapped before later versions
+        tensors, numbers = swap.read_drafter(path, like)
+        assert (tensors["weight"] == numbers["version"]).all()
+    after = swap.SharedFiles(tmp_path, "next_run_1", 0, 1)
+    assert sorted(os.listdir(tmp_path)) == ["minitlt-next_run_1-r0.lock"]
+    after.remove()
+
+
+def test_the_file_is_plain_safetensors(tmp_path: Path) -> None:
+    files = swap.SharedFiles(tmp_path, "every_type", 0, 1)
+    tensors = {
+        "half": torch.arange(3, dtype=torch.bfloat16),
+        "turned": torch.nn.Parameter(torch.arange(6.0).view(2, 3).T),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "none": torch.zeros(0, 4, dtype=torch.float16),
+        "count": torch.tensor([2**40]),
+    }
+    size = files.write(tensors, dict.fromkeys(swap.NUMBERS, 3))
+    assert size == files.own.stat().st_size
+    read = safetensors.torch.load_file(files.own)
+    ours, numbers = swap.read_drafter(files.own, tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(read[name], tensor) and torch.equal(ours[name], tensor)
+    assert numbers == dict.fromkeys(swap.NUMBERS, 3)
+    files.remove()
+
+
+def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
+    one = swap.SharedFiles(tmp_path, "run_number_1", 0, 2)
+    one.write(FakeTrainer().tensors(), dict.fromkeys(swap.NUMBERS, 1))
+    two = swap.SharedFiles(tmp_path, "run_number_2", 1, 2)
+    two.sweep()
+    assert one.own.exists() and not any(path.exists() for path in two.others.values())
+    with pytest.raises(RuntimeError, match="live process already shares drafters"):
+        swap.SharedFiles(tmp_path, "run_number_1", 0, 2)
+    one.remove()
+    two.remove()
+    assert os.listdir(tmp_path) == []
+
+
+def test_process_that_ends_without_close_leaves_nothing(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.path.insert(0, 'tests'); import torch.distributed as dist\n"
+        "from test_spot import FakeTrainer, SpotTrainer\n"
+        f"s = SpotTrainer(FakeTrainer(), dist.HashStore(), 0, 1, shared_dir={str(tmp_path)!r})\n"
+        f"s.begin(0); s._publish(1); import os; print(len(os.listdir({str(tmp_path)!r})))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.strip() == "2", run.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Callable[..., SpotTrainer]]:
+    made: list[SpotTrainer] = []
+
+    def make(trainer: FakeTrainer, store: dist.Store | None = None, **config: Any) -> SpotTrainer:
+        options = SpotConfig(**config)
+        shared = tmp_path / "shared"
+        shared.mkdir(exist_ok=True)
+        made.append(
+            SpotTrainer(trainer, store or dist.HashStore(), 0, 1, options, ListLog(), shared)
+        )
+        return made[-1]
+
+    yield make
+    for trains in made:
+        trains.close()
+        trains.close()
+    assert not (tmp_path / "shared").exists() or not os.listdir(tmp_path / "shared")
+
+
+def test_inline_trains_for_a_fraction_of_the_rollout(alone: Callable[..., SpotTrainer]) -> None:
+    trains = alone(FakeTrainer(pause=0.01), inline_fraction=0.1)
+    assert trains.mode == INLINE
+    trains.begin(0)
+    receipt = trains.inline(0, 3.0)
+    assert receipt.available_s == pytest.approx(0.3)
+    assert 0 < receipt.drafter_steps <= 31 and 0.2 < receipt.harvested_s <= 0.3
+    assert receipt.overshoot_s < 0.2
+
+
+def test_off_does_nothing(alone: Callable[..., SpotTrainer]) -> None:
+    trains = alone(FakeTrainer(), mode=OFF)
+    trains.begin(0)
+    assert trains.poll() is None
+    assert trains.harvest(0).drafter_steps == trains.inline(0, 9.0).drafter_steps == 0
+    assert trains.log.lines == [] and trains.trainable.version == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_out_of_memory_ends_harvesting_not_the_run(
+    alone: Callable[..., SpotTrainer], error: Exception
+) -> None:
+    trainer = FakeTrainer(limit=100)
+    trains = alone(trainer, inline_fraction=1.0)
+
+    def fail() -> float:
+        raise error
+
+    trainer.fails = fail
+    for step in range(3):
+        trains.begin(step)
+        assert trains.inline(step, 0.05).drafter_steps == 0
+    assert trains.degraded == "out_of_memory" and trains.guards == {"out_of_memory": 1}
+    assert [line["name"] for line in trains.log.of("guard")] == ["out_of_memory"]
+
+
+def test_loss_that_is_not_finite_ends_harvesting(alone: Callable[..., SpotTrainer]) -> None:
+    trainer = FakeTrainer()
+    trains = alone(trainer, inline_fraction=1.0)
+    trainer.fails = lambda: math.inf
+    trains.begin(0)
+    receipt = trains.inline(0, 0.05)
+    assert receipt.drafter_steps == 0 and math.isnan(receipt.loss_last)
+    assert trains.degraded == "drafter_not_finite"
+
+
+def test_other_errors_propagate(alone: Callable[..., SpotTrainer]) -> None:
+    trainer = FakeTrainer()
+    trains = alone(trainer, inline_fraction=1.0)
+
+    def fail() -> float:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    trainer.fails = fail
+    trains.begin(0)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        trains.inline(0, 0.05)
+
+
+def test_long_train_steps_are_said(alone: Callable[..., SpotTrainer]) -> None:
+    trains = alone(FakeTrainer(pause=0.02), inline_fraction=1.0, max_train_step_ms=5.0)
+    trains.begin(0)
+    steps = trains.inline(0, 0.2).drafter_steps
+    assert trains.guards == {"long_train_step": steps}
+    counts = [line["count"] for line in trains.log.of("guard")]
+    assert counts == [2**i for i in range(len(counts))]  # not a line per step
+
+
+def test_checkpoint_is_the_published_file(
+    alone: Callable[..., SpotTrainer], tmp_path: Path
+) -> None:
+    trainer = FakeTrainer()
+    trains = alone(trainer)
+    trainer.train_step()
+    path = tmp_path / "drafter.safetensors"
+    future = trains.checkpoint(path)
+    trainer.train_step()  # goes on meanwhile
+    assert future.result() == path
+    tensors, numbers = swap.read_drafter(path, trainer.tensors())
+    assert numbers["version"] == 1 and float(tensors["norm.weight"][0]) == 2.0
+    assert sorted(os.listdir(tmp_path)) == ["drafter.safetensors", "shared"]
+    with pytest.raises(FileNotFoundError):
+        trains.checkpoint(tmp_path / "missing" / "drafter.safetensors").result()
+
+
+@pytest.fixture
+def slow_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that takes 0.2 s for every answer."""
+    read = ranks._read
+
+    def slowly(store: dist.Store, keys: list[str]) -> list[bytes]:
+        time.sleep(0.2)
+        return read(store, keys)
+
+    monkeypatch.setattr(ranks, "_read", slowly)
+
+
+@pytest.mark.usefixtures("slow_answers")
+def test_slow_store_does_not_hold_up_training(alone: Callable[..., SpotTrainer]) -> None:
+    trains = alone(FakeTrainer(pause=0.01))
+    trains.begin(0)
+    receipt = trains.harvest(0)  # the window closes with the store's first answer, 0.2 s later
+    assert receipt.drafter_steps > 3
+    assert 0.1 < receipt.overshoot_s < 1.0  # and that is said
+
+
+@pytest.mark.usefixtures("slow_answers")
+def test_silent_store_is_an_error(alone: Callable[..., SpotTrainer]) -> None:
+    with pytest.raises(RuntimeError, match=r"store is silent for over 0\.1 s"):
+        alone(FakeTrainer(), lost_rank_seconds=0.1)
+
+
+def test_unreachable_store_is_a_clear_error(alone: Callable[..., SpotTrainer]) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    trains = alone(FakeTrainer(), client, lost_rank_seconds=2.0)
+    trains.begin(0)
+    del server
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="store cannot be reached"):
+        while time.monotonic() - started < 5.0:
+            trains._next_look = 0.0
+            trains.poll()
+            time.sleep(0.01)
+    assert time.monotonic() - started < 3.0
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_the_next_trainer_on_the_same_store_starts_anew(
+    alone: Callable[..., SpotTrainer], tmp_path: Path, kind: str
+) -> None:
+    store = dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"), 1)
+    for _ in range(2):
+        trains = alone(FakeTrainer(), store)
+        for step in range(4):
+            trains.begin(step)
+            trains.harvest(step)
+        trains.close()
+    time.sleep(0.05)
+    # Two of the trainers', and agreed, beat and two windows (done, full) each; no older windows.
+    assert store.num_keys() <= 2 + 2 * (2 + 2 * 2)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("mode", "sometimes"),
+        ("publish_seconds", 0.0),
+        ("lost_rank_seconds", math.nan),
+        ("inline_fraction", -0.1),
+        ("max_train_step_ms", -1.0),
+    ],
+)
+def test_bad_options_are_named(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"spot\.{field}"):
+        SpotConfig(**{field: value})
+
+
+def test_misuse_is_refused(alone: Callable[..., SpotTrainer], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rank 2 does not exist"):
+        SpotTrainer(FakeTrainer(), dist.HashStore(), 2, 2)
+    with pytest.raises(ValueError, match=r"torch\.distributed"):
+        SpotTrainer(FakeTrainer(), dist.HashStore(), 0, 2)
+    with pytest.raises(ValueError, match="run token"):
+        SpotTrainer(FakeTrainer(), dist.HashStore(), 0, 1, run_token="../../etc")
+    with pytest.raises(ValueError, match="does not exist here"):
+        SpotTrainer(FakeTrainer(), dist.HashStore(), 0, 1, shared_dir=tmp_path / "missing")
+    with pytest.raises(RuntimeError, match=r"begin\(\) comes before"):
+        alone(FakeTrainer()).harvest(0)
