@@ -52,14 +52,15 @@ def _one_line_errors(command: Callable[..., Any]) -> Callable[..., Any]:
 @_one_line_errors
 def train(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="Recipe name; see `minitlt recipes`.")] = "",
     config: Annotated[Path | None, typer.Option(help="A YAML file instead of a recipe.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME-TIME.")] = None,
     nproc: Annotated[int, typer.Option(help="Ranks; 0 = as the recipe says.")] = 0,
     dry_run: Annotated[bool, typer.Option(help="Check everything, print it, run nothing.")] = False,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run folder.")] = None,
 ) -> None:
-    """Train with GRPO. Any field of TRL's or ours can follow: --learning_rate 2e-5.
+    """Train with GRPO: minitlt train [RECIPE] [--any_field_of_TRLs_or_ours VALUE ..].
+
+    The first word may name a recipe (see `minitlt recipes`).
 
     Examples:
 
@@ -74,8 +75,7 @@ def train(
     from minitlt.config import DEFAULT_RECIPE, find_recipe, load_config, parse_overrides
 
     arguments = list(context.args)
-    if recipe.startswith("--"):  # an override came first
-        arguments, recipe = [recipe, *arguments], ""
+    recipe = arguments.pop(0) if arguments and not arguments[0].startswith("--") else ""
     overrides = parse_overrides(arguments)
     if nproc:
         overrides["nproc"] = nproc
@@ -86,6 +86,8 @@ def train(
         if not source.is_file():
             _fail(f"{resume} is not a run folder: it holds no config.yaml")
         run_dir = resume
+    elif recipe and config:
+        _fail("give a recipe or --config, not both")
     else:
         source = config or find_recipe(recipe or DEFAULT_RECIPE)
     settings = load_config(source, overrides)

@@ -637,8 +637,8 @@ def append_kv_ref(
 ) -> None:
     """Write keys and values of T nodes at positions lengths_B + 0..T-1 of their slots, in place.
 
-    k_slots and v_slots are [S, H, L, D]; slots_B None: row b is slot b. Rows with lengths_B < 0 are inert
-    (a padded row of a captured batch writes nothing); positions >= L are dropped.
+    k_slots and v_slots are [S, H, L, D]; slots_B None: row b is slot b. Rows with lengths_B < 0 are
+    inert (a padded row of a captured batch writes nothing); positions >= L are dropped.
     """
     num_rows, _, num_nodes, _ = k_BHTD.shape
     slots = torch.arange(num_rows, device=k_BHTD.device) if slots_B is None else slots_B

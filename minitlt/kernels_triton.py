@@ -15,6 +15,7 @@ pointers, s* strides; constexpr arguments are upper case.
 """
 # mypy: disable-error-code="no-untyped-def"
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -38,7 +39,9 @@ _C0, _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (tl.constexpr(c) for c in defs.LOG_POLY
 _LN2_HI, _LN2_LO = tl.constexpr(defs.LN2_HI), tl.constexpr(defs.LN2_LO)
 _SQRT_HALF, _SMALL_U = tl.constexpr(defs.SQRT_HALF_BITS), tl.constexpr(defs.SMALL_U)
 _INF, _FLT_MAX = tl.constexpr(defs.INF), tl.constexpr(defs.FLT_MAX)
-_UNIT = tl.constexpr(2.0**-32)
+_UNIT, _LOG2_E = tl.constexpr(2.0**-32), tl.constexpr(1.4426950408889634)
+# log u of a hash h, from the bits of float(h): (bits / 2^23 - 127 - 32) ln 2, never too large
+_BIT_LN2, _BOUND_TOP = tl.constexpr(math.log(2) * 2.0**-23), tl.constexpr(159 * math.log(2))
 _NUM_F, _NUM_I = tl.constexpr(5), tl.constexpr(2)  # numbers that `_tiles_kernel` leaves per tile
 
 
@@ -118,10 +121,31 @@ def _scaled(raw, temperature):
 
 
 @triton.jit
-def _weights(x):
-    """(max, exp(x - max)); a tile of -inf has weights 0."""
+def _softmax_tile(raw, temperature):
+    """(x = logits / T, clean; max x; exp(x - max); their sum; number of NaN). All -inf: sum 0.
+
+    NaN and +inf show up in the sum of the weights, so that only a tile that has some pays for
+    looking.
+    """
+    x = raw
+    if (temperature > 0) & (temperature != 1.0):
+        x = tl.div_rn(raw, temperature)
     top = tl.maximum(tl.max(x, axis=0), -_FLT_MAX)
-    return top, tl.exp(x - top)
+    weights = tl.exp2((x - top) * _LOG2_E)
+    total = tl.sum(weights, axis=0)
+    num_nan = 0
+    if total != total:
+        num_nan = tl.sum((raw != raw).to(tl.int32), axis=0)
+        x = tl.minimum(tl.where(x != x, -_INF, x), _FLT_MAX)
+        top = tl.maximum(tl.max(x, axis=0), -_FLT_MAX)
+        weights = tl.exp2((x - top) * _LOG2_E)
+        total = tl.sum(weights, axis=0)
+    return x, top, weights, total, num_nan
+
+
+@triton.jit
+def _sampled_from(raw, temperature, threshold):
+    return tl.where(raw < threshold, -_INF, _scaled(raw, temperature))
 
 
 @triton.jit
@@ -148,67 +172,78 @@ def _tiles_kernel(
     logits_ptr, sample_ptr, thresholds_ptr, keys_ptr, positions_ptr, temperatures_ptr,
     tokens_ptr, parents_ptr, limits_ptr, floats_ptr, ints_ptr,
     slb, slt, ssb, sst, T, V, J,
-    BLOCK: tl.constexpr, SAMPLE: tl.constexpr, THRESHOLD: tl.constexpr, LIMITED: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, SAMPLE: tl.constexpr, THRESHOLD: tl.constexpr,
+    LIMITED: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """Launch 1: what one tile of one node's logits contributes."""
     row, tile = tl.program_id(0), tl.program_id(1)
     b, node = row // T, row % T
     if (node > 0) & (tl.load(tokens_ptr + row) < 0):
         return  # a pad: the walk never comes here
+    limit = 1
     if LIMITED:
-        if tl.load(limits_ptr + b) <= 0:
-            return  # an inert row
+        limit = tl.load(limits_ptr + b)
+    if limit <= 0:
+        return  # an inert row
     position = tl.load(positions_ptr + b)
     up = tl.load(parents_ptr + row)
     while up >= 0:
         position += 1
         up = tl.load(parents_ptr + b * T + up)
     temperature = tl.load(temperatures_ptr + b)
-    lane = tl.arange(0, BLOCK)
     first = tile * BLOCK
-    ids, inside = first + lane, first + lane < V
+    ids = first + tl.arange(0, BLOCK)
     x_ptr = logits_ptr + b.to(tl.int64) * slb + node.to(tl.int64) * slt
-    raw = tl.load(x_ptr + ids, mask=inside, other=-_INF).to(tl.float32)
-    num_nan = tl.sum((raw != raw).to(tl.int32), axis=0)
-    x = _scaled(raw, temperature)
-    top, weights = _weights(x)
-    total = tl.sum(weights, axis=0)
-    spread = tl.sum(tl.where(weights > 0, (x - top) * weights, 0.0), axis=0)
-    y, y_ptr = x, x_ptr
+    x = tl.load(x_ptr + ids, mask=ids < V, other=-_INF).to(tl.float32)
+    x, top, weights, total, num_nan = _softmax_tile(x, temperature)
+    spread = 0.0
+    if ENTROPY:
+        spread = tl.sum(tl.where(weights > 0, (x - top) * weights, 0.0), axis=0)
+    y, y_top, y_ptr, threshold = x, top, x_ptr, -_INF
+    if THRESHOLD:
+        threshold = tl.load(thresholds_ptr + row)
     if SAMPLE:
         y_ptr = sample_ptr + b.to(tl.int64) * ssb + node.to(tl.int64) * sst
-        raw = tl.load(y_ptr + ids, mask=inside, other=-_INF).to(tl.float32)
-        num_nan += tl.sum((raw != raw).to(tl.int32), axis=0)
-        y = _scaled(raw, temperature)
-    if THRESHOLD:
-        y = tl.where(raw < tl.load(thresholds_ptr + row), -_INF, y)
+    if SAMPLE or THRESHOLD:
+        raw = tl.load(y_ptr + ids, mask=ids < V, other=-_INF).to(tl.float32)
+        if SAMPLE:
+            num_nan += tl.sum((raw != raw).to(tl.int32), axis=0)
+        y = _sampled_from(raw, temperature, threshold)
+        y_top = tl.maximum(tl.max(y, axis=0), -_FLT_MAX)
     if temperature > 0:
         key = tl.load(keys_ptr + b)
         row0, row1 = _row_word(key, position, _SEED0), _row_word(key, position, _SEED1)
-        # u >= the first 23 bits of the hash, and E >= u: a bound on the score for one fast log.
-        bits = _token_bits(row0, row1, ids)
-        u_low = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
-        bound = tl.where(y == -_INF, -_INF, y - tl.log(u_low))
-        slack = (tl.abs(tl.maximum(tl.max(y, axis=0), -_FLT_MAX)) + 64.0) * 4.76837158e-07 + 1e-4
+        # E >= u and log2 (1 + f) >= f: the bits of the float u, read as an integer, are a lower
+        # bound on log E. Groups whose bound beats the best score so far are scored exactly.
+        bits = _token_bits(row0, row1, ids).to(tl.float32).to(tl.int32, bitcast=True)
+        bound = tl.fma(bits.to(tl.float32), -_BIT_LN2, y)
+        groups = tl.max(tl.reshape(bound, (BLOCK // GROUP, GROUP)), axis=1) + _BOUND_TOP
+        group_index, member = tl.arange(0, BLOCK // GROUP), tl.arange(0, GROUP)
+        slack = (tl.abs(y_top) + 64.0) * 4.76837158e-07 + 1e-4  # rounding of scores, 4 ulp
         best, best_id = tl.full((), -_INF, tl.float32), first
-        most, at = tl.max(bound, axis=0, return_indices=True)
+        most = tl.max(groups, axis=0)
         while (most > -_INF) & (most + slack >= best):
-            hit = first + at
-            y_hit = _scaled(tl.load(y_ptr + hit).to(tl.float32), temperature)
-            score = y_hit + _gumbel(_token_bits(row0, row1, hit))
-            better = (score > best) | ((score == best) & (hit < best_id))
+            group = tl.min(tl.where(groups == most, group_index, BLOCK), axis=0)
+            at = first + group * GROUP + member
+            again = tl.load(y_ptr + at, mask=at < V, other=-_INF).to(tl.float32)
+            noise = _gumbel(_token_bits(row0, row1, at))
+            score = _sampled_from(again, temperature, threshold) + noise
+            high = tl.max(score, axis=0)
+            hit = tl.min(tl.where(score == high, at, V), axis=0)
+            better = (high > best) | ((high == best) & (hit < best_id))
             best_id = tl.where(better, hit, best_id)
-            best = tl.maximum(best, score)
-            bound = tl.where(lane == at, -_INF, bound)
-            most, at = tl.max(bound, axis=0, return_indices=True)
+            best = tl.maximum(best, high)
+            groups = tl.where(group_index == group, -_INF, groups)
+            most = tl.max(groups, axis=0)
     else:
-        best, at = tl.max(y, axis=0, return_indices=True)
-        best_id = first + at
+        best = tl.max(y, axis=0)
+        best_id = tl.min(tl.where(y == best, ids, V), axis=0)
     x_best = _scaled(tl.load(x_ptr + best_id).to(tl.float32), temperature)
     floats_ptr += row * _NUM_F * J + tile
     tl.store(floats_ptr, top)
     tl.store(floats_ptr + J, total)
-    tl.store(floats_ptr + 2 * J, spread)
+    if ENTROPY:
+        tl.store(floats_ptr + 2 * J, spread)
     tl.store(floats_ptr + 3 * J, best)
     tl.store(floats_ptr + 4 * J, x_best)
     ints_ptr += row * _NUM_I * J + tile
@@ -298,7 +333,8 @@ def coupled_verify_triton(
 ) -> Verified:
     """`coupled_verify` in two launches."""
     (num_rows, num_nodes, vocab), device = logits_BTV.shape, logits_BTV.device
-    num_tiles = triton.cdiv(vocab, BLOCK)
+    block = min(BLOCK, triton.next_power_of_2(vocab))
+    num_tiles = triton.cdiv(vocab, block)
     logits = _rows_last(logits_BTV)
     sample = logits if sample_logits_BTV is None else _rows_last(sample_logits_BTV)
     tokens, parents = tokens_BT.contiguous(), parents_BT.contiguous()
@@ -317,8 +353,8 @@ def coupled_verify_triton(
     _tiles_kernel[(total, num_tiles)](
         logits, sample, thresholds, keys_B, positions_B, temperatures_B.float(), tokens, parents,
         limits, floats, ints, *logits.stride()[:2], *sample.stride()[:2], num_nodes, vocab,
-        num_tiles, min(BLOCK, triton.next_power_of_2(vocab)), sample_logits_BTV is not None,
-        thresholds_BT is not None, limits_B is not None, num_warps=8, **_EXACT,
+        num_tiles, block, min(32, block), sample_logits_BTV is not None,
+        thresholds_BT is not None, limits_B is not None, entropy, num_warps=8, **_EXACT,
     )  # fmt: skip
     _walk_kernel[(num_rows,)](
         floats, ints, tokens, parents, limits, stops, out_BD, num_B, logps_BD, spread_BD, nodes_BD,
@@ -344,10 +380,9 @@ def _topk_tiles_kernel(
     inside = index < V
     temperature = tl.load(temperatures_ptr + row)
     raw = tl.load(logits_ptr + row.to(tl.int64) * sl + index, mask=inside, other=-_INF)
-    x = _scaled(raw.to(tl.float32), temperature)
-    top, weights = _weights(x)
+    x, top, _, total, _ = _softmax_tile(raw.to(tl.float32), temperature)
     tl.store(stats_ptr + row * 2 * J + tile, top)
-    tl.store(stats_ptr + row * 2 * J + J + tile, tl.sum(weights, axis=0))
+    tl.store(stats_ptr + row * 2 * J + J + tile, total)
     score = x
     if temperature > 0:
         key, position = tl.load(keys_ptr + row), tl.load(positions_ptr + row)
@@ -427,7 +462,7 @@ def gumbel_topk_triton(
     return TopK(tokens_Nk, index_Nk, score_Nk, logprob_Nk)
 
 
-# The ratio test. The passes over the vocabulary are kernels; what is [B, K] is the shared torch code.
+# The ratio test: kernels for the passes over the vocabulary, shared torch code for what is [B, K].
 
 
 @triton.jit
@@ -441,14 +476,13 @@ def _stats_kernel(
     raw = tl.load(
         logits_ptr + b.to(tl.int64) * slb + t.to(tl.int64) * slt + ids, mask=ids < V, other=-_INF
     ).to(tl.float32)
-    x = _scaled(raw, tl.load(temperatures_ptr + b))
-    top, weights = _weights(x)
+    x, top, _, total, num_nan = _softmax_tile(raw, tl.load(temperatures_ptr + b))
     best, at = tl.max(x, axis=0, return_indices=True)
     tl.store(floats_ptr + (row * 3 + 0) * J + tile, top)
-    tl.store(floats_ptr + (row * 3 + 1) * J + tile, tl.sum(weights, axis=0))
+    tl.store(floats_ptr + (row * 3 + 1) * J + tile, total)
     tl.store(floats_ptr + (row * 3 + 2) * J + tile, best)
     tl.store(ints_ptr + (row * 2 + 0) * J + tile, tile * BLOCK + at)
-    tl.store(ints_ptr + (row * 2 + 1) * J + tile, tl.sum((raw != raw).to(tl.int32), axis=0))
+    tl.store(ints_ptr + (row * 2 + 1) * J + tile, num_nan)
 
 
 @triton.jit
@@ -468,8 +502,7 @@ def _residual_kernel(
     inside = ids < V
     temperature = tl.load(temperatures_ptr + b)
     raw = tl.load(logits_ptr + b * slb + t * slt + ids, mask=inside, other=-_INF).to(tl.float32)
-    x = _scaled(raw, temperature)
-    top, weights = _weights(x)
+    x, top, _, total, _ = _softmax_tile(raw, temperature)
     drafted = tl.load(drafted_ptr + n)
     w = tl.load(carry_ptr + n) * tl.exp(x - tl.load(lse_p_ptr + n))
     if HAS_Q:
@@ -495,7 +528,7 @@ def _residual_kernel(
         tl.store(floats_ptr, best_w)
         tl.store(floats_ptr + J, best_p)
         tl.store(floats_ptr + 2 * J, top)
-        tl.store(floats_ptr + 3 * J, tl.sum(weights, axis=0))
+        tl.store(floats_ptr + 3 * J, total)
         tl.store(ints_ptr + (n * 2 + 0) * J + tile, tile * BLOCK + at_w)
         tl.store(ints_ptr + (n * 2 + 1) * J + tile, tile * BLOCK + at_p)
     else:
@@ -515,7 +548,7 @@ def _stats(logits_BTV: Tensor, num_nodes: int, temperatures_B: Tensor) -> tuple[
     ints = _scratch(total, 2, num_tiles, dtype=torch.int32, device=device)
     _stats_kernel[(total, num_tiles)](
         logits_BTV, temperatures_B, floats, ints, *logits_BTV.stride()[:2], num_nodes, vocab,
-        num_tiles, block,
+        num_tiles, block, num_warps=8,
     )  # fmt: skip
     tile_N1 = floats[:, 2].argmax(-1, keepdim=True)
     argmax_N = ints[:, 0].gather(1, tile_N1)[:, 0].long()
@@ -563,7 +596,7 @@ def rejection_verify_triton(
             logits, draft_logits, temperatures, stream, positions, row, drafted,
             carry.contiguous(), lse_p_BT.gather(1, row), lse_q, floats, ints,
             *logits.stride()[:2], *draft_logits.stride()[:2], row.shape[1], vocab, num_tiles, tile,
-            has_q, sample, **_EXACT,
+            has_q, sample, num_warps=16, **_EXACT,
         )  # fmt: skip
         return floats.view(*row.shape, 4, num_tiles), ints.view(*row.shape, 2, num_tiles)
 
@@ -571,12 +604,11 @@ def rejection_verify_triton(
     lse_p_BK, argmax_BK, nan_BK = _stats(logits, num_drafts, temperatures)
     lse_p_BT = torch.cat([lse_p_BK, lse_p_BK.new_zeros(num_rows, 1)], dim=1)
     x_BK = defs.scaled(logits[:, :num_drafts].gather(-1, safe_BK[..., None])[..., 0], temperatures)
-    logp_BK, lse_q_BK = defs.logprob(x_BK, lse_p_BK), torch.zeros_like(lse_p_BK)
-    logq_BK = torch.zeros_like(logp_BK)
+    logp_BK, logq_BK = defs.logprob(x_BK, lse_p_BK), torch.zeros_like(lse_p_BK)
+    lse_q_BK = logq_BK if draft_lse_BK is None else draft_lse_BK
+    if has_q and draft_lse_BK is None:
+        lse_q_BK = _stats(draft_logits, num_drafts, temperatures)[0]
     if has_q:
-        lse_q_BK = draft_lse_BK
-        if lse_q_BK is None:
-            lse_q_BK = _stats(draft_logits, num_drafts, temperatures)[0]
         drawn_BK = draft_logits.gather(-1, safe_BK[..., None])[..., 0]
         logq_BK = defs.logprob(defs.scaled(drawn_BK, temperatures), lse_q_BK)
     sure_BK = (argmax_BK == drafts_BK).float()
@@ -622,11 +654,13 @@ def _append_kernel(
     b, head = tl.program_id(0) // T, tl.program_id(1).to(tl.int64)
     t = (tl.program_id(0) % T).to(tl.int64)
     length = tl.load(lengths_ptr + b).to(tl.int64)
+    if (length < 0) | (length + t >= L):
+        return
     slot = b.to(tl.int64)
     if SLOTS:
         slot = tl.load(slots_ptr + b).to(tl.int64)
     d = tl.arange(0, D2)
-    live = (d < D) & (length >= 0) & (length + t < L)
+    live = d < D
     new_k = tl.load(k_new_ptr + b.to(tl.int64) * snb + head * snh + t * snt + d, mask=live)
     new_v = tl.load(v_new_ptr + b.to(tl.int64) * smb + head * smh + t * smt + d, mask=live)
     tl.store(k_ptr + slot * sks + head * skh + (length + t) * skl + d, new_k, mask=live)
@@ -718,7 +752,7 @@ def _join_kernel(
     total = tl.full((), 0.0, tl.float32)
     acc = tl.zeros((D2,), tl.float32)
     if length >= 0:
-        for split in range(0, tl.cdiv(tl.minimum(length + T, L), CHUNK)):
+        for split in range(tl.cdiv(tl.minimum(length + T, L), CHUNK)):
             at = query * S + split
             part_top, part = tl.load(stats_ptr + at * 2), tl.load(stats_ptr + at * 2 + 1)
             new_top = tl.maximum(top, part_top)
@@ -750,7 +784,9 @@ def tree_attention_triton(
         return out
     q, k, v = (_rows_last(x) for x in (q_BHTD, k_slots, v_slots))
     group, num_splits = num_heads // num_kv, triton.cdiv(length, KV_CHUNK)
-    tile = min(64, max(16, triton.next_power_of_2(group * num_nodes)))
+    wide_type = q.element_size() > 2  # fp32 has no tensor cores in full precision: small tiles
+    tile = max(16, min(16 if wide_type else 64, triton.next_power_of_2(group * num_nodes)))
+    step = min(KV_BLOCK, 32) if wide_type else KV_BLOCK
     shape = (num_rows, num_heads, num_nodes, num_splits)
     acc = _scratch(*shape, width, dtype=torch.float32, device=device)
     stats = _scratch(*shape, 2, dtype=torch.float32, device=device)
@@ -758,7 +794,7 @@ def tree_attention_triton(
     _attend_kernel[(num_rows * num_kv, triton.cdiv(group * num_nodes, tile), num_splits)](
         q, k, v, lengths_B if slots_B is None else slots_B, lengths_B, ancestors_BT.contiguous(),
         acc, stats, scale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], num_kv, group,
-        num_nodes, length, width, num_splits, tile, wide, KV_CHUNK, KV_BLOCK, slots_B is not None,
+        num_nodes, length, width, num_splits, tile, wide, KV_CHUNK, step, slots_B is not None,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     _join_kernel[(num_rows * num_heads * num_nodes,)](

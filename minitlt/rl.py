@@ -61,6 +61,10 @@ _PASSED = {  # generation settings that the engine has, by TRL's name
     "suppress_tokens": "suppress_ids",
     "eos_token_id": "stop_ids",
 }
+BYPASSES = {  # TRL options that would generate without our engine
+    "use_vllm": "rollouts come from minitlt's engine",
+    "use_transformers_continuous_batching": "rollouts come from minitlt's engine",
+}
 _SILENT = {"do_sample", "pad_token_id", "bos_token_id", "cache_implementation", "use_cache"}
 
 
@@ -347,13 +351,9 @@ class RunLogCallback(TrainerCallback):
 
 def refuse_bypasses(args: Any, kwargs: dict[str, Any]) -> None:
     """Raises ConfigError for TRL options that would generate without our engine."""
-    reasons = {
-        "use_vllm": "rollouts come from minitlt's engine",
-        "use_transformers_continuous_batching": "rollouts come from minitlt's engine",
-    }
-    for name, why in reasons.items():
+    for name, reason in BYPASSES.items():
         if args is not None and getattr(args, name, False):
-            raise ConfigError(f"{name}: true cannot be used here ({why}); remove it")
+            raise ConfigError(f"{name}: true cannot be used here; {reason}")
     if kwargs.get("rollout_func") is not None:
         raise ConfigError("rollout_func cannot be used with MiniTLTTrainer; use GRPOTrainer")
 

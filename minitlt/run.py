@@ -20,6 +20,7 @@ import typing
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ from minitlt.events import EventLog, read_events
 from minitlt.kernels import row_key
 from minitlt.models import resolve_model
 from minitlt.report import summarize
-from minitlt.rl import MiniTLTTrainer, RewardTap
+from minitlt.rl import BYPASSES, MiniTLTTrainer, RewardTap
 from minitlt.spec import Arm, Bandit
 from minitlt.spot import SpotConfig
 from minitlt.tasks import Task, load_task, resolve_rewards
@@ -84,7 +85,10 @@ def prepare(config: RunConfig, run_dir: Path, world_size: int | None = None) -> 
     for text in rollout.arms:
         if Arm.parse(text).source not in ("off", "ngram", "eagle"):
             raise ConfigError(f"rollout.arms: {text!r} has no drafter; sources: ngram, eagle")
-    args, model, script, mixture = _trl_configs(config.trl, run_dir)
+    for name in BYPASSES:
+        if config.trl.get(name):
+            raise ConfigError(f"{name}: {config.trl[name]} cannot be used here; {BYPASSES[name]}")
+    args, model, script, mixture = _trl_configs(config.trl, run_dir, world_size or config.nproc)
     algebra = batch_algebra(args, world_size or config.nproc)
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path is missing; the default model is 'smollm2-135m'")
@@ -99,7 +103,7 @@ def prepare(config: RunConfig, run_dir: Path, world_size: int | None = None) -> 
     return prepared
 
 
-def _trl_configs(values: dict[str, Any], run_dir: Path) -> tuple[Any, ...]:
+def _trl_configs(values: dict[str, Any], run_dir: Path, world_size: int) -> tuple[Any, ...]:
     """TRL's four configuration objects from one flat mapping."""
     fields = {f.name: cls for cls in _TRL_CLASSES for f in dataclasses.fields(cls) if f.init}
     hints = {cls: typing.get_type_hints(cls) for cls in _TRL_CLASSES}
@@ -115,12 +119,29 @@ def _trl_configs(values: dict[str, Any], run_dir: Path) -> tuple[Any, ...]:
         grpo.setdefault("bf16", False)
     grpo.setdefault("report_to", "none")
     grpo["output_dir"] = str(run_dir / "checkpoints")
+    batch_algebra(_batch_sizes(grpo, world_size), world_size)  # TRL's own message has no algebra
     try:
         with warnings.catch_warnings():  # TRL fills in fields that transformers is renaming
             warnings.simplefilter("ignore", FutureWarning)
             return tuple(cls(**sorted_values[cls]) for cls in _TRL_CLASSES)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"TRL: {' '.join(str(error).split())}") from error
+
+
+def _batch_sizes(given: dict[str, Any], world_size: int) -> SimpleNamespace:
+    """The sizes that GRPOConfig would settle on, before it is built."""
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations",
+             "num_iterations", "steps_per_generation", "generation_batch_size")  # fmt: skip
+    defaults = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
+    size = SimpleNamespace(**{name: given.get(name, defaults[name]) for name in names})
+    if size.steps_per_generation is None:
+        whole = size.per_device_train_batch_size * world_size
+        size.steps_per_generation = (
+            size.generation_batch_size // whole
+            if size.generation_batch_size
+            else size.gradient_accumulation_steps
+        )
+    return size
 
 
 def _load_task(config: RunConfig, seed: int) -> Task | None:

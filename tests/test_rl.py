@@ -211,7 +211,7 @@ def test_a_short_rank_harvests_its_idle_window(model_dir, tmp_path):
     stragglers = [e for e in events if e["event"] == "harvest_end" and e["rank"] == 0]
     assert sum(e["available_s"] for e in stragglers) < sum(e["available_s"] for e in ends)
     rollouts = [e for e in events if e["event"] == "rollout_end"]
-    assert min(min(e["lengths"]) for e in rollouts if e["rank"] == 0) >= 200
+    assert min(min(e["lengths"]) for e in rollouts if e["rank"] == 0) >= 120
     prints = {}
     for event in events:
         if event["event"] == "merge":

@@ -1,0 +1,80 @@
+"""Who may import whom. The order is the reading order; nothing imports what comes after it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "minitlt"
+ALLOWED = {
+    "__init__": set(),
+    # inference
+    "draft": set(),
+    "kernels": {"kernels_cpu", "kernels_triton"},
+    "kernels_cpu": {"kernels"},
+    "kernels_triton": {"kernels"},
+    "target": {"draft", "kernels"},
+    "spec": {"draft", "kernels", "target"},
+    # the drafter and its training; spec and drafter never import each other
+    "eagle3": {"draft", "kernels"},
+    "ngram": {"draft", "eagle3"},
+    "drafter": {"draft", "kernels", "eagle3", "ngram"},
+    "distill": {"kernels", "eagle3"},
+    "export": {"eagle3", "drafter"},
+    "ranks": set(),
+    "swap": set(),
+    "spot": {"ranks", "swap"},
+    # data, configuration, the log and what is drawn from it: no torch at import
+    "config": set(),
+    "models": set(),
+    "tasks": {"models"},
+    "events": set(),
+    "report": {"events"},
+    "charts": {"events", "report"},
+    "pictures": {"events", "report", "charts"},
+    "page": {"events", "report", "charts", "pictures"},
+    # training
+    "rl": {"config", "distill", "draft", "drafter", "eagle3", "ngram", "events", "kernels", "spec",
+           "spot", "target"},
+    "run": {"config", "distill", "drafter", "eagle3", "export", "events", "kernels", "models",
+            "report", "rl", "spec", "spot", "tasks"},
+    "launch": {"report", "page"},
+    "cli": {"config", "launch", "models", "page", "report", "run"},
+}  # fmt: skip
+LIGHT = ["config", "models", "tasks", "events", "report", "charts", "pictures", "page", "cli"]
+
+
+def imports(path):
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("minitlt"):
+            parts = node.module.split(".")
+            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+            found |= {parts[1] for parts in names if parts[0] == "minitlt" and len(parts) > 1}
+    return found - {"__version__"}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.stem)
+def test_modules_import_only_what_comes_before_them(path):
+    assert path.stem in ALLOWED, f"{path.name} has no place in the house yet"
+    extra = imports(path) - ALLOWED[path.stem]
+    assert not extra, f"{path.name} may not import {sorted(extra)}"
+
+
+def test_light_modules_do_not_load_torch():
+    names = ", ".join(f"minitlt.{name}" for name in LIGHT)
+    code = f"import minitlt, {names}, sys; print([m for m in ('torch', 'trl') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names_exist():
+    import minitlt
+
+    for name in minitlt.__all__:
+        assert getattr(minitlt, name) is not None
