@@ -91,10 +91,8 @@ def backend(device: torch.device) -> tuple[str, str]:
         if not _have_triton():
             raise ValueError("MINITLT_KERNELS=triton, but triton is not installed")
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ValueError(
-                f"MINITLT_KERNELS=triton, but the tensors are on {device.type}; "
-                "TRITON_INTERPRET=1 runs the kernels there, slowly"
-            )
+            hint = "TRITON_INTERPRET=1 runs the kernels there, slowly"
+            raise ValueError(f"MINITLT_KERNELS=triton on {device.type} tensors; {hint}")
         return "triton", "MINITLT_KERNELS=triton"
     if device.type == "cuda" and not _have_triton():
         return "ref", "CUDA tensors, but triton is not installed"
@@ -107,9 +105,9 @@ def _say_once(name: str, chosen: str, reason: str) -> None:
     _LOG.info("kernels: %s runs as %s (%s)", name, chosen, reason)
 
 
-def _dispatched(ref: Callable[_P, _R]) -> Callable[_P, _R]:
+def _dispatched(ref: Callable[_P, _R], triton: str = "kernels_triton") -> Callable[_P, _R]:
     """x from x_ref: the same signature, answered by x_triton, x_cpu or x_ref itself."""
-    name = ref.__name__.removesuffix("_ref")
+    name, modules = ref.__name__.removesuffix("_ref"), {"triton": triton, "cpu": "kernels_cpu"}
 
     @wraps(ref)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -117,7 +115,7 @@ def _dispatched(ref: Callable[_P, _R]) -> Callable[_P, _R]:
         chosen, reason = backend(first.device)
         fast = None
         if chosen != "ref":
-            fast = getattr(import_module(f"minitlt.kernels_{chosen}"), f"{name}_{chosen}", None)
+            fast = getattr(import_module(f"minitlt.{modules[chosen]}"), f"{name}_{chosen}", None)
         _say_once(name, chosen if fast else "ref", reason)
         return (fast or ref)(*args, **kwargs)
 
@@ -324,14 +322,8 @@ def walk(
         return shaped.view(num_rows, num_nodes)
 
     tokens_BD, nodes_BD = (ints(x).view(num_rows, num_nodes) for x in (tokens, nodes))
-    return Verified(
-        tokens_BD,
-        ints(num_emit),
-        floats(logprobs),
-        floats(entropies) if entropy else None,
-        nodes_BD,
-        ints(num_nan),
-    )
+    spread_BD = floats(entropies) if entropy else None
+    return Verified(tokens_BD, ints(num_emit), floats(logprobs), spread_BD, nodes_BD, ints(num_nan))
 
 
 def coupled_verify_ref(
@@ -648,7 +640,7 @@ def append_kv_ref(
         cache[slots[row], :, at_BT[row, node]] = new[row, :, node].to(cache.dtype)
 
 
-append_kv = _dispatched(append_kv_ref)
+append_kv = _dispatched(append_kv_ref, "kernels_triton_model")
 
 
 def tree_attention_ref(
@@ -681,7 +673,7 @@ def tree_attention_ref(
     return out.reshape(q_BHTD.shape).to(q_BHTD.dtype)
 
 
-tree_attention = _dispatched(tree_attention_ref)
+tree_attention = _dispatched(tree_attention_ref, "kernels_triton_model")
 
 
 # The drafter's loss.
@@ -721,28 +713,4 @@ def draft_loss_ref(
     return DraftLoss(kl_weight * kl_N + tv_weight * tv_N, acceptance_N)
 
 
-class DraftLossFunction(torch.autograd.Function):
-    """Forward keeps the two logits and three numbers per row; backward rebuilds the probabilities.
-
-    With c = sum_v q [q > p]:  dKL = q - p,  dTV = q ([q > p] - c).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_NV: Tensor, teacher_NV: Tensor, kind: str, eta: float, passes: Any
-    ) -> tuple[Tensor, Tensor]:
-        kl_N, tv_N, stats_N3 = passes.forward(logits_NV, teacher_NV)
-        acceptance_N = 1.0 - tv_N
-        ctx.weights, ctx.passes = mix(kind, acceptance_N, eta), passes
-        ctx.save_for_backward(logits_NV, teacher_NV, stats_N3)
-        ctx.mark_non_differentiable(acceptance_N)
-        return ctx.weights[0] * kl_N + ctx.weights[1] * tv_N, acceptance_N
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        kl_grad_N, tv_grad_N = (grads[0] * weight for weight in ctx.weights)
-        grad_NV = ctx.passes.backward(*ctx.saved_tensors, kl_grad_N, tv_grad_N)
-        return grad_NV, None, None, None, None
-
-
-draft_loss = _dispatched(draft_loss_ref)
+draft_loss = _dispatched(draft_loss_ref, "kernels_triton_model")

@@ -1,17 +1,20 @@
-"""The CPU path of `kernels`: the tokens of the definition, bit for bit, for a tenth of the work.
+"""The CPU path of `kernels`: the tokens of the definition, bit for bit, in a fraction of the time.
 
 Three ideas. (1) The token half of the hash is computed once per vocabulary, and the rest is int32
 arithmetic, which wraps like the definition. (2) Gumbel-max is a race (`_race`): one divide per
 token shows which handful of tokens can still win, and only those pay for two logarithms. (3) The
-tree is walked level by level, so that a row of logits that no row reaches is never read.
+tree is walked level by level, so that a row of logits that no row reaches is never read. The
+temporaries of a row or two fit the L2 cache and are reused, which is worth as much as (2).
 
-8 rows of 49,152 logits take about 3 ms on one core, where the definition takes 60.
-Letters: as in `kernels`; n rows of one chunk, J tiles of W tokens, C candidates.
+The drafter's loss goes through the L2 cache as well, a few rows at a time.
+Letters: as in `kernels`; n rows of one pass, J tiles of W tokens, C candidates.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,18 +23,51 @@ from torch import Tensor
 from minitlt import kernels as defs
 from minitlt.kernels import FLT_MAX, INF, MIX1, MIX2, TOKEN, Sampled, Verified
 
-_L2_ENTRIES = 65536
-_TILE = 64  # tokens per block of the race; a block is looked at again only if its best may win
+_L2_ENTRIES = 65536  # numbers per temporary; four of them and the logits fit 2 MB
+_TILE = 64  # tokens per tile of the race; a tile is looked at again only if its best may win
 
 
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >> 31 else word
+@dataclass
+class _Rows:
+    """Rows `pick` of a stack of logits, and what decides their samples."""
+
+    logits_RV: Tensor
+    pick: list[int]
+    words: tuple[Tensor, Tensor]  # the noise's row state, int64 [N] each
+    temperatures: list[float]
+    ids_V: Tensor | None = None
+    sample_RV: Tensor | None = None
+    thresholds_R: Tensor | None = None
+
+    @property
+    def divisors(self) -> list[float]:
+        return [t if t > 0 else 1.0 for t in self.temperatures]
+
+    @property
+    def separate(self) -> bool:
+        """The sample is not simply taken from the logits."""
+        return self.sample_RV is not None or self.thresholds_R is not None
+
+
+@dataclass
+class _Race:
+    """Arrival times of every token, and per-row numbers, of one call."""
+
+    arrival_NV: Tensor
+    sample_top_N: Tensor
+    lse_N: Tensor
+    entropy_N: Tensor
+    num_nan_N: Tensor
 
 
 @lru_cache(maxsize=8)
 def _token_half(num_ids: int) -> Tensor:
     """The row-independent half of the hash for ids 0..V-1, int32 (wraps like the definition)."""
     return torch.arange(num_ids, dtype=torch.int32) * _signed(TOKEN)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
 
 
 def _fast_bits(row0_n: Tensor, row1_n: Tensor, half_V: Tensor, h: Tensor, shifted: Tensor) -> None:
@@ -44,31 +80,71 @@ def _fast_bits(row0_n: Tensor, row1_n: Tensor, half_V: Tensor, h: Tensor, shifte
     h ^= torch.bitwise_right_shift(h, 16, out=shifted).bitwise_and_(0xFFFF)
 
 
-def _weigh(raw_nV: Tensor, divisors: list[float], threshold_n1: Tensor | None, x_nV: Tensor,
-           weights_nV: Tensor) -> tuple[list[float], Tensor | int]:  # fmt: skip
-    """raw / T into x (clean), exp(x - max) into weights; the maxima and the numbers of NaN."""
-    divisor_n1 = torch.tensor(divisors)[:, None]
+def _weigh(
+    raw_nV: Tensor, divisors: list[float], limit_n1: Tensor | None, x_nV: Tensor, out_nV: Tensor
+) -> tuple[Tensor, Tensor | int]:
+    """raw / T, clean, into x; exp(x - max) into out; the maxima [n] and the numbers of NaN."""
     num_nan: Tensor | int = 0
-    torch.div(raw_nV.float(), divisor_n1, out=x_nV)
-    if threshold_n1 is not None:
-        x_nV.masked_fill_(raw_nV < threshold_n1, -INF)
+    torch.div(raw_nV.float(), torch.tensor(divisors, dtype=torch.float32)[:, None], out=x_nV)
+    if limit_n1 is not None:
+        x_nV.masked_fill_(raw_nV < limit_n1, -INF)
     top_n1 = x_nV.amax(-1, keepdim=True)
     if not all(map(math.isfinite, top_n1.flatten().tolist())):  # NaN, +inf or a row of -inf
         num_nan = raw_nV.isnan().sum(-1)
         x_nV.copy_(defs.finite(x_nV))
         top_n1 = x_nV.amax(-1, keepdim=True).clamp_min_(-FLT_MAX)
-    torch.sub(x_nV, top_n1, out=weights_nV).exp_()
-    return top_n1.flatten().tolist(), num_nan
+    torch.sub(x_nV, top_n1, out=out_nV).exp_()
+    return top_n1[:, 0], num_nan
 
 
-def _race(arrival_NV: Tensor, tops: list[float], k: int) -> tuple[Tensor, Tensor]:
-    """(row, index) of every token that may be among the best k of its row, ascending.
+def _run(rows: _Rows, entropy: bool) -> _Race:
+    """One pass over the logits, a row or two at a time.
 
     Gumbel-max is a race: token v arrives after E_v / w_v, w = exp(y - max y), and the first one
-    wins. u <= E <= 23 u, so u_v / w_v (one divide) bounds the arrival from below, and 23 times its
-    k-th smallest bounds the k-th arrival from above. What lies between is a handful of tokens.
+    wins. u <= E, so u_v / w_v, one divide, is a bound on the arrival from below. At T = 0 every u
+    is the same.
     """
-    num_rows, vocab = arrival_NV.shape
+    vocab, num_rows = rows.logits_RV.shape[-1], len(rows.pick)
+    half_V = _token_half(vocab) if rows.ids_V is None else (rows.ids_V * TOKEN).int()
+    step = min(num_rows, max(1, _L2_ENTRIES // vocab))
+    x_nV, weights_nV = torch.empty(2, step, vocab, dtype=torch.float32)
+    bits_nV, shifted_nV = torch.empty(2, step, vocab, dtype=torch.int32)
+    arrival_NV = torch.empty(num_rows, vocab, dtype=torch.float32)
+    top_N, sample_top_N, total_N, entropy_N = torch.zeros(4, num_rows, dtype=torch.float32)
+    num_nan_N = torch.zeros(num_rows, dtype=torch.int64)
+    divisors, greedy = rows.divisors, [t == 0 for t in rows.temperatures]
+    for start in range(0, num_rows, step):
+        pick = rows.pick[start : start + step]
+        n, to = len(pick), slice(start, start + len(pick))
+        at = slice(pick[0], pick[0] + 1) if n == 1 else pick  # one row is a view, not a copy
+        x, w, bits = x_nV[:n], weights_nV[:n], bits_nV[:n]
+        top_N[to], nans = _weigh(rows.logits_RV[at], divisors[to], None, x, w)
+        num_nan_N[to] += nans
+        total_N[to] = w.sum(-1)
+        if entropy:
+            gap = (x - top_N[to, None]).masked_fill_(w == 0, 0.0)
+            entropy_N[to] = total_N[to].log() - (w * gap).sum(-1) / total_N[to]
+        sample_top_N[to] = top_N[to]
+        if rows.separate:
+            raw = (rows.logits_RV if rows.sample_RV is None else rows.sample_RV)[at]
+            limit = None if rows.thresholds_R is None else rows.thresholds_R[at, None]
+            sample_top_N[to], nans = _weigh(raw, divisors[to], limit, x, w)
+            num_nan_N[to] += 0 if rows.sample_RV is None else nans
+        if not all(greedy[to]):
+            _fast_bits(rows.words[0][to], rows.words[1][to], half_V, bits, shifted_nV[:n])
+        if any(greedy[to]):
+            bits[greedy[to]] = 1
+        torch.div(arrival_NV[to].copy_(bits.view(torch.uint32)), w, out=arrival_NV[to])
+    entropy_N.nan_to_num_(nan=0.0, neginf=0.0)
+    return _Race(arrival_NV, sample_top_N, top_N + total_N.log(), entropy_N, num_nan_N)
+
+
+def _finalists(race: _Race, k: int) -> tuple[Tensor, Tensor]:
+    """(row, index) of every token that may be among the best k of its row, ascending.
+
+    E <= 23 u, so 23 times the k-th smallest bound is one on the k-th arrival from above.
+    """
+    arrival_NV, (num_rows, vocab) = race.arrival_NV, race.arrival_NV.shape
     tile = _TILE if vocab >= _TILE * max(k, _TILE) else 1
     if pad := -vocab % tile:
         arrival_NV = F.pad(arrival_NV, (0, pad), value=INF)
@@ -77,7 +153,7 @@ def _race(arrival_NV: Tensor, tops: list[float], k: int) -> tuple[Tensor, Tensor
     kth_N = best_NJ.topk(k, dim=-1, largest=False).values[:, -1] if k > 1 else best_NJ.amin(-1)
     # Rounding moves a score by ulps of |y|: a bound that wide sees every rounded tie. A hash of 0
     # stands for u = 2^-33 but gives 0 (or 0 / 0 = NaN) here: rare, so the whole row is scored.
-    slack_N = (torch.tensor(tops).abs() + 64.0) * 2.0**-21 + 1e-4
+    slack_N = (race.sample_top_N.abs() + 64.0) * 2.0**-21 + 1e-4
     bound_N1 = torch.where(kth_N > 0, kth_N * (23.0 * slack_N.exp()), INF)[:, None]
     row_C, tile_C = (~(best_NJ > bound_N1)).nonzero(as_tuple=True)
     hit_C, lane_C = (~(arrival_NJW[row_C, tile_C] > bound_N1[row_C])).nonzero(as_tuple=True)
@@ -85,70 +161,37 @@ def _race(arrival_NV: Tensor, tops: list[float], k: int) -> tuple[Tensor, Tensor
     return (row_C[index_C < vocab], index_C[index_C < vocab]) if pad else (row_C, index_C)
 
 
-def _sample_cpu(
-    logits_RV: Tensor, pick: list[int], words: tuple[Tensor, Tensor], temperatures: list[float],
-    ids_V: Tensor | None = None, *, sample_RV: Tensor | None = None,
-    thresholds_R: Tensor | None = None, k: int = 1, entropy: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The best k of rows `pick`: (index_Nk, scores_Nk, logprobs_Nk, entropy_N, num_nan_N)."""
-    vocab, num_rows = logits_RV.shape[-1], len(pick)
-    half_V = _token_half(vocab) if ids_V is None else (ids_V * TOKEN).int()
-    divisors = [t if t > 0 else 1.0 for t in temperatures]
-    greedy = [t == 0 for t in temperatures]
-    step = min(num_rows, max(1, _L2_ENTRIES // vocab))  # rows whose temporaries fit the L2 cache
-    x_nV, weights_nV, arrival_NV = (torch.empty(n, vocab) for n in (step, step, num_rows))
-    bits_nV, shifted_nV = torch.empty(2, step, vocab, dtype=torch.int32)
-    top_N, total_N, entropy_N = torch.zeros(3, num_rows)
-    num_nan_N = torch.zeros(num_rows, dtype=torch.int64)
-    tops: list[float] = []
-    for start in range(0, num_rows, step):
-        rows = pick[start : start + step]
-        n, to = len(rows), slice(start, start + len(rows))
-        at = slice(rows[0], rows[0] + 1) if n == 1 else rows  # one row is a view, not a copy
-        x, w = x_nV[:n], weights_nV[:n]
-        top, nans = _weigh(logits_RV[at], divisors[to], None, x, w)
-        num_nan_N[to] += nans
-        top_N[to], total_N[to] = torch.tensor(top), w.sum(-1)
-        if entropy:
-            gap = (x - top_N[to, None]).masked_fill_(w == 0, 0.0)
-            entropy_N[to] = total_N[to].log() - (w * gap).sum(-1) / total_N[to]
-        if sample_RV is not None or thresholds_R is not None:
-            raw = (logits_RV if sample_RV is None else sample_RV)[at]
-            limit = None if thresholds_R is None else thresholds_R[at, None]
-            top, nans = _weigh(raw, divisors[to], limit, x, w)
-            num_nan_N[to] += nans if sample_RV is not None else 0
-        tops += top
-        bits = bits_nV[:n]
-        if not all(greedy[to]):
-            _fast_bits(words[0][to], words[1][to], half_V, bits, shifted_nV[:n])
-        if any(greedy[to]):
-            bits[greedy[to]] = 1  # the same race without chance
-        torch.div(arrival_NV[to].copy_(bits.view(torch.uint32)), w, out=arrival_NV[to])
-    row_C, index_C = _race(arrival_NV, tops, k)
-
-    # the handful that is left, by the definition
-    flat_C, divisor_C = torch.tensor(pick)[row_C], torch.tensor(divisors)[row_C]
-    ids_C = index_C if ids_V is None else ids_V[index_C]
-    x_C = defs.finite(logits_RV[flat_C, index_C].float() / divisor_C)
+def _sample(
+    rows: _Rows, k: int = 1, entropy: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The best k of every row: (index_Nk, scores_Nk, logprobs_Nk, entropy_N, num_nan_N)."""
+    race, num_rows = _run(rows, entropy), len(rows.pick)
+    row_C, index_C = _finalists(race, k)
+    # The handful that is left, by the definition.
+    flat_C = torch.tensor(rows.pick)[row_C]
+    divisor_C = torch.tensor(rows.divisors, dtype=torch.float32)[row_C]
+    x_C = defs.finite(rows.logits_RV[flat_C, index_C].float() / divisor_C)
     y_C = x_C
-    if sample_RV is not None or thresholds_R is not None:
-        raw_C = (logits_RV if sample_RV is None else sample_RV)[flat_C, index_C].float()
+    if rows.separate:
+        raw_RV = rows.logits_RV if rows.sample_RV is None else rows.sample_RV
+        raw_C = raw_RV[flat_C, index_C].float()
         y_C = defs.finite(raw_C / divisor_C)
-        if thresholds_R is not None:
-            y_C = y_C.masked_fill(raw_C < thresholds_R[flat_C], -INF)
-    noise_C = defs.gumbel(defs.token_bits(words[0][row_C], words[1][row_C], ids_C))
-    score_C = torch.where(torch.tensor(greedy)[row_C], y_C, y_C + noise_C)
+        if rows.thresholds_R is not None:
+            y_C = y_C.masked_fill(raw_C < rows.thresholds_R[flat_C], -INF)
+    ids_C = index_C if rows.ids_V is None else rows.ids_V[index_C]
+    noise_C = defs.gumbel(defs.token_bits(rows.words[0][row_C], rows.words[1][row_C], ids_C))
+    greedy_N = torch.tensor([t == 0 for t in rows.temperatures])
+    score_C = torch.where(greedy_N[row_C], y_C, y_C + noise_C)
     # Rows of candidates as a matrix; ascending ids and a stable sort give ties to the lowest id.
     count_N = torch.bincount(row_C, minlength=num_rows)
     place_C = torch.arange(row_C.numel()) - (count_N.cumsum(0) - count_N)[row_C]
-    score_NC = torch.full((num_rows, int(count_N.max())), -INF)
-    which_NC = torch.zeros(score_NC.shape, dtype=torch.int64)
+    score_NC = score_C.new_full((num_rows, int(count_N.max())), -INF)
+    which_NC = index_C.new_zeros(score_NC.shape)
     score_NC[row_C, place_C], which_NC[row_C, place_C] = score_C, torch.arange(row_C.numel())
     score_NC, order_NC = score_NC.sort(dim=-1, descending=True, stable=True)
     best_Nk = which_NC.gather(1, order_NC[:, :k])
-    logprob_Nk = defs.logprob(x_C[best_Nk], (top_N + total_N.log())[:, None])
-    entropy_N = entropy_N.nan_to_num_(nan=0.0, neginf=0.0)
-    return index_C[best_Nk], score_NC[:, :k], logprob_Nk, entropy_N, num_nan_N
+    logprob_Nk = defs.logprob(x_C[best_Nk], race.lse_N[:, None])
+    return index_C[best_Nk], score_NC[:, :k], logprob_Nk, race.entropy_N, race.num_nan_N
 
 
 def coupled_verify_cpu(
@@ -171,37 +214,62 @@ def coupled_verify_cpu(
     sample_RV = None if sample_logits_BTV is None else sample_logits_BTV.flatten(0, 1)
     thresholds_R = None if thresholds_BT is None else thresholds_BT.flatten()
     positions_BT = positions_B[:, None] + torch.arange(num_nodes)
-    words = defs.row_words(keys_B[:, None].expand_as(positions_BT), positions_BT)
+    word0_BT, word1_BT = defs.row_words(keys_B[:, None].expand_as(positions_BT), positions_BT)
 
     def sample(rows: list[int], nodes: list[int], depth: int) -> Sampled:
         pick = [b * num_nodes + node for b, node in zip(rows, nodes, strict=True)]
-        index_Nk, _, *rest = _sample_cpu(
-            logits_RV,
-            pick,
-            (words[0][rows, depth], words[1][rows, depth]),
-            [temperatures[b] for b in rows],
-            sample_RV=sample_RV,
-            thresholds_R=thresholds_R,
-            entropy=entropy,
-        )
-        return Sampled(*(x.flatten().tolist() for x in (index_Nk, *rest)))
+        words = word0_BT[rows, depth], word1_BT[rows, depth]
+        temps = [temperatures[b] for b in rows]
+        at = _Rows(logits_RV, pick, words, temps, None, sample_RV, thresholds_R)
+        index_N1, _, *rest = _sample(at, entropy=entropy)
+        return Sampled(*(x.flatten().tolist() for x in (index_N1, *rest)))
 
     return defs.walk(sample, tokens_BT, parents_BT, limits_B, stop_ids, entropy)
 
 
 def gumbel_topk_cpu(
-    logits_NV: Tensor, keys_N: Tensor, positions_N: Tensor, temperatures_N: Tensor, k: int,
+    logits_NV: Tensor,
+    keys_N: Tensor,
+    positions_N: Tensor,
+    temperatures_N: Tensor,
+    k: int,
     ids_V: Tensor | None = None,
-) -> defs.TopK:  # fmt: skip
+) -> defs.TopK:
     """`gumbel_topk` through the race."""
-    words, pick = defs.row_words(keys_N, positions_N), list(range(logits_NV.shape[0]))
-    if not pick:
-        empty_Nk = torch.empty(0, k)
-        return defs.TopK(empty_Nk.long(), empty_Nk.long(), empty_Nk, empty_Nk)
-    index_Nk, score_Nk, logprob_Nk, _, _ = _sample_cpu(
-        logits_NV, pick, words, temperatures_N.tolist(), ids_V, k=k)  # fmt: skip
+    num_rows, vocab = logits_NV.shape
+    if not 1 <= k <= vocab:
+        raise ValueError(f"k must be in 1..{vocab}, not {k}")
+    if num_rows == 0:
+        return defs.gumbel_topk_ref(logits_NV, keys_N, positions_N, temperatures_N, k, ids_V)
+    words = defs.row_words(keys_N, positions_N)
+    rows = _Rows(logits_NV, list(range(num_rows)), words, temperatures_N.tolist(), ids_V)
+    index_Nk, score_Nk, logprob_Nk, _, _ = _sample(rows, k)
     tokens_Nk = index_Nk if ids_V is None else ids_V[index_Nk]
     return defs.TopK(tokens_Nk, index_Nk, score_Nk, logprob_Nk)
+
+
+class DraftLossFunction(torch.autograd.Function):
+    """Forward keeps the two logits and three numbers per row; backward rebuilds the probabilities.
+
+    With c = sum_v q [q > p]:  dKL = q - p,  dTV = q ([q > p] - c).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, teacher_NV: Tensor, kind: str, eta: float, passes: Any
+    ) -> tuple[Tensor, Tensor]:
+        kl_N, tv_N, stats_N3 = passes.forward(logits_NV, teacher_NV)
+        acceptance_N = 1.0 - tv_N
+        ctx.weights, ctx.passes = defs.mix(kind, acceptance_N, eta), passes
+        ctx.save_for_backward(logits_NV, teacher_NV, stats_N3)
+        ctx.mark_non_differentiable(acceptance_N)
+        return ctx.weights[0] * kl_N + ctx.weights[1] * tv_N, acceptance_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        kl_grad_N, tv_grad_N = (grads[0] * weight for weight in ctx.weights)
+        grad_NV = ctx.passes.backward(*ctx.saved_tensors, kl_grad_N, tv_grad_N)
+        return grad_NV, None, None, None, None
 
 
 class _DraftLossPasses:
@@ -210,7 +278,7 @@ class _DraftLossPasses:
     @staticmethod
     def forward(logits_NV: Tensor, teacher_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         num_rows, vocab = logits_NV.shape
-        kl_N, tv_N, lse_p_N, lse_q_N, over_N = torch.empty(5, num_rows)
+        kl_N, tv_N, lse_p_N, lse_q_N, over_N = torch.empty(5, num_rows, dtype=torch.float32)
         for n in _row_chunks(num_rows, vocab):
             x, t = logits_NV[n].float(), teacher_NV[n].float()
             lse_q_N[n], lse_p_N[n] = x.logsumexp(-1), t.logsumexp(-1)
@@ -222,8 +290,13 @@ class _DraftLossPasses:
         return kl_N, tv_N, torch.stack([lse_p_N, lse_q_N, over_N], dim=1)
 
     @staticmethod
-    def backward(logits_NV: Tensor, teacher_NV: Tensor, stats_N3: Tensor, kl_grad_N: Tensor,
-                 tv_grad_N: Tensor) -> Tensor:  # fmt: skip
+    def backward(
+        logits_NV: Tensor,
+        teacher_NV: Tensor,
+        stats_N3: Tensor,
+        kl_grad_N: Tensor,
+        tv_grad_N: Tensor,
+    ) -> Tensor:
         grad_NV = torch.empty_like(logits_NV)
         for n in _row_chunks(*logits_NV.shape):
             lse_p, lse_q, over = stats_N3[n, :, None].unbind(1)
@@ -244,5 +317,5 @@ def draft_loss_cpu(
     logits_NV: Tensor, teacher_NV: Tensor, kind: str = "lk", eta: float = 3.0
 ) -> defs.DraftLoss:
     """`draft_loss` without a probability tensor."""
-    return defs.DraftLoss(*defs.DraftLossFunction.apply(
-        logits_NV, teacher_NV.detach(), kind, eta, _DraftLossPasses))  # fmt: skip
+    args = (logits_NV, teacher_NV.detach(), kind, eta, _DraftLossPasses)
+    return defs.DraftLoss(*DraftLossFunction.apply(*args))

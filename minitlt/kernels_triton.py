@@ -26,11 +26,10 @@ import triton.language as tl
 from torch import Tensor
 
 from minitlt import kernels as defs
-from minitlt.kernels import DraftLoss, TopK, Verified
+from minitlt.kernels import TopK, Verified
 
 BLOCK = 8192  # logits per program of a vocabulary pass
 TOPK_BLOCK = 1024
-KV_CHUNK, KV_BLOCK = 512, 64  # cache positions per attention program, and per step of it
 _EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
 _TOKEN, _MIX1, _MIX2 = tl.constexpr(defs.TOKEN), tl.constexpr(defs.MIX1), tl.constexpr(defs.MIX2)
@@ -45,7 +44,7 @@ _BIT_LN2, _BOUND_TOP = tl.constexpr(math.log(2) * 2.0**-23), tl.constexpr(159 * 
 _NUM_F, _NUM_I = tl.constexpr(5), tl.constexpr(2)  # numbers that `_tiles_kernel` leaves per tile
 
 
-def _scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised memory; every kernel writes what another one reads (tests poison it)."""
     return torch.empty(shape, dtype=dtype, device=device)
 
@@ -312,7 +311,7 @@ def _stop_tensor(stop_ids: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(stop_ids, dtype=torch.int64, device=device)
 
 
-def _rows_last(x: Tensor) -> Tensor:
+def rows_last(x: Tensor) -> Tensor:
     """x with unit stride along the vocabulary, which the kernels rely on."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -335,17 +334,17 @@ def coupled_verify_triton(
     (num_rows, num_nodes, vocab), device = logits_BTV.shape, logits_BTV.device
     block = min(BLOCK, triton.next_power_of_2(vocab))
     num_tiles = triton.cdiv(vocab, block)
-    logits = _rows_last(logits_BTV)
-    sample = logits if sample_logits_BTV is None else _rows_last(sample_logits_BTV)
+    logits = rows_last(logits_BTV)
+    sample = logits if sample_logits_BTV is None else rows_last(sample_logits_BTV)
     tokens, parents = tokens_BT.contiguous(), parents_BT.contiguous()
     thresholds = logits if thresholds_BT is None else thresholds_BT.float().contiguous()
     limits = tokens if limits_B is None else limits_B
     stops = _stop_tensor(tuple(stop_ids or ()), device)
     total = num_rows * num_nodes
-    floats = _scratch(total, _NUM_F.value, num_tiles, dtype=torch.float32, device=device)
-    ints = _scratch(total, _NUM_I.value, num_tiles, dtype=torch.int32, device=device)
+    floats = scratch(total, _NUM_F.value, num_tiles, dtype=torch.float32, device=device)
+    ints = scratch(total, _NUM_I.value, num_tiles, dtype=torch.int32, device=device)
     out_BD, nodes_BD = torch.empty(2, num_rows, num_nodes, dtype=torch.int64, device=device)
-    logps_BD, spread_BD = torch.empty(2, num_rows, num_nodes, device=device)
+    logps_BD, spread_BD = torch.empty(2, num_rows, num_nodes, dtype=torch.float32, device=device)
     num_B, nan_B = torch.empty(2, num_rows, dtype=torch.int64, device=device)
     verified = Verified(out_BD, num_B, logps_BD, spread_BD if entropy else None, nodes_BD, nan_B)
     if total == 0:
@@ -442,13 +441,13 @@ def gumbel_topk_triton(
         raise ValueError(f"k must be in 1..{vocab}, not {k}")
     block = min(TOPK_BLOCK, triton.next_power_of_2(vocab))
     num_tiles = triton.cdiv(vocab, block)
-    logits, temperatures = _rows_last(logits_NV), temperatures_N.float()
+    logits, temperatures = rows_last(logits_NV), temperatures_N.float()
     ids = keys_N if ids_V is None else ids_V
-    stats = _scratch(num_rows, 2, num_tiles, dtype=torch.float32, device=device)
-    scores = _scratch(num_rows, num_tiles, k, dtype=torch.float32, device=device)
-    at = _scratch(num_rows, num_tiles, k, dtype=torch.int32, device=device)
+    stats = scratch(num_rows, 2, num_tiles, dtype=torch.float32, device=device)
+    scores = scratch(num_rows, num_tiles, k, dtype=torch.float32, device=device)
+    at = scratch(num_rows, num_tiles, k, dtype=torch.int32, device=device)
     tokens_Nk, index_Nk = torch.empty(2, num_rows, k, dtype=torch.int64, device=device)
-    score_Nk, logprob_Nk = torch.empty(2, num_rows, k, device=device)
+    score_Nk, logprob_Nk = torch.empty(2, num_rows, k, dtype=torch.float32, device=device)
     if num_rows:
         _topk_tiles_kernel[(num_rows, num_tiles)](
             logits, keys_N, positions_N, temperatures, ids, stats, scores, at, logits.stride(0),
@@ -544,8 +543,8 @@ def _stats(logits_BTV: Tensor, num_nodes: int, temperatures_B: Tensor) -> tuple[
     (num_rows, _, vocab), device = logits_BTV.shape, logits_BTV.device
     block = min(BLOCK, triton.next_power_of_2(vocab))
     num_tiles, total = triton.cdiv(vocab, block), num_rows * num_nodes
-    floats = _scratch(total, 3, num_tiles, dtype=torch.float32, device=device)
-    ints = _scratch(total, 2, num_tiles, dtype=torch.int32, device=device)
+    floats = scratch(total, 3, num_tiles, dtype=torch.float32, device=device)
+    ints = scratch(total, 2, num_tiles, dtype=torch.int32, device=device)
     _stats_kernel[(total, num_tiles)](
         logits_BTV, temperatures_B, floats, ints, *logits_BTV.stride()[:2], num_nodes, vocab,
         num_tiles, block, num_warps=8,
@@ -575,8 +574,8 @@ def rejection_verify_triton(
     vocab = logits_BTV.shape[-1]
     tile = min(BLOCK, triton.next_power_of_2(vocab))
     num_tiles = triton.cdiv(vocab, tile)
-    logits, temperatures = _rows_last(logits_BTV), temperatures_B.float()
-    draft_logits = logits if draft_logits_BKV is None else _rows_last(draft_logits_BKV)
+    logits, temperatures = rows_last(logits_BTV), temperatures_B.float()
+    draft_logits = logits if draft_logits_BKV is None else rows_last(draft_logits_BKV)
     rows, greedy_B1 = torch.arange(num_rows, device=device), (temperatures == 0)[:, None]
     safe_BK = drafts_BK.clamp(min=0)
     has_q = draft_logits_BKV is not None
@@ -586,8 +585,8 @@ def rejection_verify_triton(
     ) -> tuple[Tensor, ...]:
         """The residual pass for rows `row` [B, R] of every sequence."""
         num = row.numel()
-        floats = _scratch(num, 4, num_tiles, dtype=torch.float32, device=device)
-        ints = _scratch(num, 2, num_tiles, dtype=torch.int32, device=device)
+        floats = scratch(num, 4, num_tiles, dtype=torch.float32, device=device)
+        ints = scratch(num, 2, num_tiles, dtype=torch.int32, device=device)
         pick = row.clamp(max=num_drafts - 1)
         none = (row >= num_drafts) | (drafts_BK.gather(1, pick) < 0)
         drafted = safe_BK.gather(1, pick).masked_fill(none, -1)
@@ -640,264 +639,3 @@ def rejection_verify_triton(
     logp_BT[rows, tau_B] = defs.logprob(x_B, lse_B)
     last_BT = torch.cat([nan_BK, logits[:, -1].isnan().sum(-1, keepdim=True)], dim=1)
     return defs.emit(tokens_BT, tau_B, logp_BT, last_BT, limits_B, stop_ids)
-
-
-# Attention of a draft tree over the slots of a ragged cache.
-
-
-@triton.jit
-def _append_kernel(
-    k_ptr, v_ptr, k_new_ptr, v_new_ptr, slots_ptr, lengths_ptr,
-    sks, skh, skl, svs, svh, svl, snb, snh, snt, smb, smh, smt, T, L, D,
-    D2: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    b, head = tl.program_id(0) // T, tl.program_id(1).to(tl.int64)
-    t = (tl.program_id(0) % T).to(tl.int64)
-    length = tl.load(lengths_ptr + b).to(tl.int64)
-    if (length < 0) | (length + t >= L):
-        return
-    slot = b.to(tl.int64)
-    if SLOTS:
-        slot = tl.load(slots_ptr + b).to(tl.int64)
-    d = tl.arange(0, D2)
-    live = d < D
-    new_k = tl.load(k_new_ptr + b.to(tl.int64) * snb + head * snh + t * snt + d, mask=live)
-    new_v = tl.load(v_new_ptr + b.to(tl.int64) * smb + head * smh + t * smt + d, mask=live)
-    tl.store(k_ptr + slot * sks + head * skh + (length + t) * skl + d, new_k, mask=live)
-    tl.store(v_ptr + slot * svs + head * svh + (length + t) * svl + d, new_v, mask=live)
-
-
-def append_kv_triton(
-    k_slots: Tensor,
-    v_slots: Tensor,
-    k_BHTD: Tensor,
-    v_BHTD: Tensor,
-    slots_B: Tensor | None,
-    lengths_B: Tensor,
-) -> None:
-    """`append_kv` in one launch."""
-    num_rows, num_heads, num_nodes, width = k_BHTD.shape
-    if k_BHTD.numel() == 0:
-        return
-    caches, new = (k_slots, v_slots), (_rows_last(k_BHTD), _rows_last(v_BHTD))
-    assert all(x.stride(-1) == 1 for x in caches), "a slot's vectors must be contiguous"
-    _append_kernel[(num_rows * num_nodes, num_heads)](
-        *caches, *new, lengths_B if slots_B is None else slots_B, lengths_B,
-        *(s for x in (*caches, *new) for s in x.stride()[:3]), num_nodes, k_slots.shape[2], width,
-        triton.next_power_of_2(width), slots_B is not None, num_warps=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, slots_ptr, lengths_ptr, ancestors_ptr, acc_ptr, stats_ptr, scale,
-    sqb, sqh, sqt, sks, skh, skl, svs, svh, svl, HKV, G, T, L, D, S,
-    M2: tl.constexpr, D2: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
-    SLOTS: tl.constexpr,
-):  # fmt: skip
-    """All G x T queries of a key head (M2 at a time) against one chunk of one row's cache."""
-    b, head = tl.program_id(0) // HKV, tl.program_id(0) % HKV
-    split = tl.program_id(2)
-    length = tl.load(lengths_ptr + b).to(tl.int32)
-    end = tl.minimum(length + T, L)
-    start = split * CHUNK
-    if (length < 0) | (start >= end):
-        return
-    slot = b.to(tl.int64)
-    if SLOTS:
-        slot = tl.load(slots_ptr + b).to(tl.int64)
-    m, d = tl.program_id(1) * M2 + tl.arange(0, M2), tl.arange(0, D2)
-    g, t, real = m // T, m % T, m < G * T
-    q_at = b.to(tl.int64) * sqb + (head * G + g).to(tl.int64) * sqh + t.to(tl.int64) * sqt
-    q = tl.load(
-        q_ptr + q_at[:, None] + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0
-    )
-    ancestors = tl.load(ancestors_ptr + b * T + t, mask=real, other=0)
-    k_row = k_ptr + slot * sks + head.to(tl.int64) * skh
-    v_row = v_ptr + slot * svs + head.to(tl.int64) * svh
-    top = tl.full((M2,), -_INF, tl.float32)
-    total = tl.zeros((M2,), tl.float32)
-    acc = tl.zeros((M2, D2), tl.float32)
-    for n0 in range(start, tl.minimum(start + CHUNK, end), STEP):
-        n = n0 + tl.arange(0, STEP)
-        here = (n < end)[:, None] & (d < D)[None, :]
-        k = tl.load(k_row + n.to(tl.int64)[:, None] * skl + d[None, :], mask=here, other=0.0)
-        v = tl.load(v_row + n.to(tl.int64)[:, None] * svl + d[None, :], mask=here, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        bit = tl.minimum(tl.maximum(n - length, 0), 63).to(tl.int64)
-        own = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
-        seen = (n < length)[None, :] | (own & (n < end)[None, :])
-        score = tl.where(seen, score, -_INF)
-        new_top = tl.maximum(top, tl.max(score, axis=1))
-        safe_top = tl.maximum(new_top, -_FLT_MAX)
-        weight = tl.exp(score - safe_top[:, None])
-        shrink = tl.exp(top - safe_top)
-        total = total * shrink + tl.sum(weight, axis=1)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-        top = new_top
-    out = ((b * HKV + head) * G * T + m).to(tl.int64) * S + split
-    tl.store(stats_ptr + out * 2, top, mask=real)
-    tl.store(stats_ptr + out * 2 + 1, total, mask=real)
-    tl.store(acc_ptr + out[:, None] * D + d[None, :], acc, mask=real[:, None] & (d < D)[None, :])
-
-
-@triton.jit
-def _join_kernel(
-    acc_ptr, stats_ptr, lengths_ptr, out_ptr, HT, T, L, D, S, D2: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    """Join the chunks of one query in ascending order."""
-    query, d = tl.program_id(0).to(tl.int64), tl.arange(0, D2)
-    length = tl.load(lengths_ptr + query // HT).to(tl.int32)
-    top = tl.full((), -_INF, tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    acc = tl.zeros((D2,), tl.float32)
-    if length >= 0:
-        for split in range(tl.cdiv(tl.minimum(length + T, L), CHUNK)):
-            at = query * S + split
-            part_top, part = tl.load(stats_ptr + at * 2), tl.load(stats_ptr + at * 2 + 1)
-            new_top = tl.maximum(top, part_top)
-            safe_top = tl.maximum(new_top, -_FLT_MAX)
-            old, new = tl.exp(top - safe_top), tl.exp(part_top - safe_top)
-            total = total * old + part * new
-            acc = acc * old + tl.load(acc_ptr + at * D + d, mask=d < D, other=0.0) * new
-            top = new_top
-    acc = acc / tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + query * D + d, acc.to(out_ptr.dtype.element_ty), mask=d < D)
-
-
-def tree_attention_triton(
-    q_BHTD: Tensor,
-    k_slots: Tensor,
-    v_slots: Tensor,
-    slots_B: Tensor | None,
-    lengths_B: Tensor,
-    ancestors_BT: Tensor,
-    scale: float,
-) -> Tensor:
-    """`tree_attention`, split over the context: chunks of a row in parallel, then joined."""
-    (num_rows, num_heads, num_nodes, width), device = q_BHTD.shape, q_BHTD.device
-    num_kv, length = k_slots.shape[1:3]
-    if num_nodes > 64:
-        raise ValueError(f"a draft tree has at most 64 nodes, not {num_nodes}")
-    out = torch.empty(q_BHTD.shape, dtype=q_BHTD.dtype, device=device)
-    if out.numel() == 0:
-        return out
-    q, k, v = (_rows_last(x) for x in (q_BHTD, k_slots, v_slots))
-    group, num_splits = num_heads // num_kv, triton.cdiv(length, KV_CHUNK)
-    wide_type = q.element_size() > 2  # fp32 has no tensor cores in full precision: small tiles
-    tile = max(16, min(16 if wide_type else 64, triton.next_power_of_2(group * num_nodes)))
-    step = min(KV_BLOCK, 32) if wide_type else KV_BLOCK
-    shape = (num_rows, num_heads, num_nodes, num_splits)
-    acc = _scratch(*shape, width, dtype=torch.float32, device=device)
-    stats = _scratch(*shape, 2, dtype=torch.float32, device=device)
-    wide = max(16, triton.next_power_of_2(width))
-    _attend_kernel[(num_rows * num_kv, triton.cdiv(group * num_nodes, tile), num_splits)](
-        q, k, v, lengths_B if slots_B is None else slots_B, lengths_B, ancestors_BT.contiguous(),
-        acc, stats, scale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], num_kv, group,
-        num_nodes, length, width, num_splits, tile, wide, KV_CHUNK, step, slots_B is not None,
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
-    _join_kernel[(num_rows * num_heads * num_nodes,)](
-        acc, stats, lengths_B, out, num_heads * num_nodes, num_nodes, length, width, num_splits,
-        wide, KV_CHUNK, num_warps=1,
-    )  # fmt: skip
-    return out
-
-
-# The drafter's loss.
-
-
-@triton.jit
-def _loss_kernel(
-    logits_ptr, teacher_ptr, kl_ptr, tv_ptr, stats_ptr, sl, st, V, BLOCK: tl.constexpr
-):  # fmt: skip
-    """One program per row: two normalisers in one pass, KL, TV and c = sum q [q > p] in another."""
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    top_q, top_p = tl.full((), -_FLT_MAX, tl.float32), tl.full((), -_FLT_MAX, tl.float32)
-    sum_q, sum_p = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
-    for start in range(0, V, BLOCK):
-        at = start + lane
-        x = tl.load(logits_ptr + row * sl + at, mask=at < V, other=-_INF).to(tl.float32)
-        y = tl.load(teacher_ptr + row * st + at, mask=at < V, other=-_INF).to(tl.float32)
-        new_q, new_p = tl.maximum(top_q, tl.max(x, axis=0)), tl.maximum(top_p, tl.max(y, axis=0))
-        sum_q = sum_q * tl.exp(top_q - new_q) + tl.sum(tl.exp(x - new_q), axis=0)
-        sum_p = sum_p * tl.exp(top_p - new_p) + tl.sum(tl.exp(y - new_p), axis=0)
-        top_q, top_p = new_q, new_p
-    lse_q, lse_p = top_q + tl.log(sum_q), top_p + tl.log(sum_p)
-    kl, tv, over = (
-        tl.full((), 0.0, tl.float32),
-        tl.full((), 0.0, tl.float32),
-        tl.full((), 0.0, tl.float32),
-    )
-    for start in range(0, V, BLOCK):
-        at = start + lane
-        x = tl.load(logits_ptr + row * sl + at, mask=at < V, other=-_INF).to(tl.float32)
-        y = tl.load(teacher_ptr + row * st + at, mask=at < V, other=-_INF).to(tl.float32)
-        q, p = tl.exp(x - lse_q), tl.exp(y - lse_p)
-        kl += tl.sum(tl.where(p > 0, p * ((y - lse_p) - (x - lse_q)), 0.0), axis=0)
-        tv += 0.5 * tl.sum(tl.abs(p - q), axis=0)
-        over += tl.sum(tl.where(q > p, q, 0.0), axis=0)
-    tl.store(kl_ptr + row, kl)
-    tl.store(tv_ptr + row, tv)
-    tl.store(stats_ptr + row * 3, lse_p)
-    tl.store(stats_ptr + row * 3 + 1, lse_q)
-    tl.store(stats_ptr + row * 3 + 2, over)
-
-
-@triton.jit
-def _loss_grad_kernel(
-    logits_ptr, teacher_ptr, stats_ptr, kl_grad_ptr, tv_grad_ptr, out_ptr, sl, st, V,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    lse_p, lse_q = tl.load(stats_ptr + row * 3), tl.load(stats_ptr + row * 3 + 1)
-    over = tl.load(stats_ptr + row * 3 + 2)
-    x = tl.load(logits_ptr + row * sl + at, mask=at < V, other=-_INF).to(tl.float32)
-    y = tl.load(teacher_ptr + row * st + at, mask=at < V, other=-_INF).to(tl.float32)
-    q, p = tl.exp(x - lse_q), tl.exp(y - lse_p)
-    grad = tl.load(kl_grad_ptr + row) * (q - p)
-    grad += tl.load(tv_grad_ptr + row) * q * (tl.where(q > p, 1.0, 0.0) - over)
-    tl.store(out_ptr + row * V + at, grad.to(out_ptr.dtype.element_ty), mask=at < V)
-
-
-class _LossPasses:
-    @staticmethod
-    def forward(logits_NV: Tensor, teacher_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        (num_rows, vocab), device = logits_NV.shape, logits_NV.device
-        logits, teacher = _rows_last(logits_NV), _rows_last(teacher_NV)
-        kl_N, tv_N = torch.empty(2, num_rows, device=device)
-        stats_N3 = torch.empty(num_rows, 3, device=device)
-        if num_rows:
-            _loss_kernel[(num_rows,)](
-                logits, teacher, kl_N, tv_N, stats_N3, logits.stride(0), teacher.stride(0), vocab,
-                min(TOPK_BLOCK * 2, triton.next_power_of_2(vocab)),
-            )  # fmt: skip
-        return kl_N, tv_N, stats_N3
-
-    @staticmethod
-    def backward(
-        logits_NV: Tensor,
-        teacher_NV: Tensor,
-        stats_N3: Tensor,
-        kl_grad_N: Tensor,
-        tv_grad_N: Tensor,
-    ) -> Tensor:
-        num_rows, vocab = logits_NV.shape
-        logits, teacher = _rows_last(logits_NV), _rows_last(teacher_NV)
-        block = min(TOPK_BLOCK * 2, triton.next_power_of_2(vocab))
-        grad_NV = torch.empty(num_rows, vocab, dtype=logits.dtype, device=logits.device)
-        if num_rows:
-            _loss_grad_kernel[(num_rows, triton.cdiv(vocab, block))](
-                logits, teacher, stats_N3, kl_grad_N.contiguous(), tv_grad_N.contiguous(), grad_NV,
-                logits.stride(0), teacher.stride(0), vocab, block,
-            )  # fmt: skip
-        return grad_NV
-
-
-def draft_loss_triton(
-    logits_NV: Tensor, teacher_NV: Tensor, kind: str = "lk", eta: float = 3.0
-) -> DraftLoss:
-    """`draft_loss`: one launch forward (two reads), one backward (one read, one write)."""
-    args = (logits_NV, teacher_NV.detach(), kind, eta, _LossPasses)
-    return DraftLoss(*defs.DraftLossFunction.apply(*args))

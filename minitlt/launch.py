@@ -57,7 +57,15 @@ def launch(
         raise KeyboardInterrupt
     if failed is not None:
         path = logs / f"rank{failed}.log"
-        raise RunFailed(f"rank {failed} failed: {last_line(path)} (all of it: {path})")
+        raise RunFailed(f"rank {failed} {_cause(codes[failed], path)} (its output: {path})")
+
+
+def _cause(code: int, path: Path) -> str:
+    if code == -signal.SIGKILL:
+        return "was killed; if nobody did that, the machine ran out of memory"
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"failed: {last_line(path)}"
 
 
 def _start(

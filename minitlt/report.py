@@ -348,8 +348,8 @@ class Board:
             return None
         return (self.total_steps - self.step) * sum(recent) / len(recent)
 
-    def phase_line(self) -> str:
-        """One plain line: what every rank is doing."""
+    def phase_line(self, now: float) -> str:
+        """One plain line: what every rank is doing at unix time `now`."""
         parts = []
         for index, rank in sorted(self.ranks.items()):
             text = f"rank {index} {rank.doing}"
@@ -358,7 +358,7 @@ class Board:
             elif rank.doing == "harvesting":
                 text += f", {rank.window_steps} drafter steps"
             parts.append(text)
-        return f"  [{duration(self.now - self.started)}] " + "; ".join(parts)
+        return f"  [{duration(max(now, self.now) - self.started)}] " + "; ".join(parts)
 
     def renderable(self, now: float) -> Any:
         """A rich renderable of the whole board at unix time `now`."""
@@ -439,13 +439,15 @@ def watch(
 
 
 def _watch_plain(tail: _Tail, board: Board, stop: StopFlag, every_s: float = 5.0) -> None:
-    quiet_since = time.monotonic()
+    quiet_since, shown = time.monotonic(), ""
     ending = False
     while not ending:
         ending = stop.wait(0.25)  # then one more look: the last lines may be newer than the flag
         lines = [line for event in tail.new_events() for line in board.feed(event)]
         if not lines and board.ranks and time.monotonic() - quiet_since >= every_s and not ending:
-            lines = [board.phase_line()]
+            quiet_since, line = time.monotonic(), board.phase_line(time.time())
+            phase = line.partition("]")[2]
+            lines, shown = [line] if phase != shown else [], phase
         if lines:
             print("\n".join(lines), flush=True)
             quiet_since = time.monotonic()

@@ -367,7 +367,7 @@ def test_board_knows_what_each_rank_does(fake):
     for event in read_events(fake / "events.jsonl"):
         board.feed(event)
         seen |= {rank.doing for rank in board.ranks.values()}
-        assert "rank 0" in board.phase_line()
+        assert "rank 0" in board.phase_line(board.now)
     assert seen == {"starting", "generating", "waiting", "harvesting", "merging", "updating"}
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(board.renderable(board.now))
