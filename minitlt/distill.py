@@ -170,6 +170,14 @@ def _query_span(row: Row, num_steps: int) -> tuple[int, int]:
     return max(0, row.prompt_len - num_steps), row.num_tokens - 2
 
 
+def _has_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 products are faster than fp32 ones here; emulated ones are far slower."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in names)
+
+
 def make_pack(
     windows: list[Window], num_steps: int, device: torch.device
 ) -> tuple[Pack, Tensor, Tensor]:
@@ -224,6 +232,9 @@ class DrafterTrainer:
         self.version = 0
         self.random = torch.Generator().manual_seed(config.seed)
         self._size = float(config.pack_tokens or _FIRST_SIZE)
+        self._narrow = config.train_dtype == "bfloat16" or (
+            config.train_dtype == "auto" and _has_bfloat16(drafter.fc.device)
+        )
         body = [p for name, p in drafter.named_parameters() if name != "head"]
         groups: list[dict[str, Any]] = [{"params": body, "rate": config.learning_rate}]
         if drafter.head is not None:
@@ -286,10 +297,10 @@ class DrafterTrainer:
         device = drafter.fc.device
         pack, hidden_JH, teacher_SM = make_pack(windows, c.ttt_steps, device)
         drafter.reserve_positions(max(w.stop for w in windows) + c.ttt_steps)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._narrow):
             with torch.no_grad():
                 rows = drafter.target_rows()
-                teacher_JV = hidden_JH.to(rows.dtype) @ rows.T
+                teacher_JV = (hidden_JH.to(rows.dtype) @ rows.T).to(rows.dtype)
             states_SMH = torch.stack(drafter.unroll(pack, c.ttt_steps))
             step_R, query_R = (teacher_SM >= 0).nonzero(as_tuple=True)
             logits_RV = drafter.logits(states_SMH[step_R, query_R])

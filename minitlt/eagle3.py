@@ -77,6 +77,9 @@ class DrafterConfig:
     warmup_steps: int = _option(20, "train steps until the learning rates are reached")
     weight_decay: float = _option(0.0, "AdamW")
     clip: float = _option(0.5, "largest norm of a gradient")
+    train_dtype: str = _option(
+        "auto", "products of training: auto (bfloat16 where the processor has it), float32, bfloat16"
+    )
     train_step_ms: float = _option(0.0, "time a train step may take; 0: 50 on GPU, 250 on CPU")
     pack_tokens: int = _option(0, "pairs a train step supervises; 0 adapts to train_step_ms")
     window_tokens: int = _option(256, "most supervised pairs taken from one row at a time")
@@ -89,6 +92,8 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
             raise ValueError(f"drafter.loss is {self.loss!r}; choose {', '.join(LOSSES)}")
+        if self.train_dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"drafter.train_dtype is {self.train_dtype!r}; choose auto, float32")
         tap_dtype(self.tap_dtype)
         for name in ("tree_nodes", "ngram_min", "ngram_tokens", "ttt_steps", "window_tokens",
                      "buffer_tokens", "learning_rate", "clip"):  # fmt: skip
@@ -353,12 +358,14 @@ class Eagle3Drafter(nn.Module):
     def queries(self, x_N2H: Tensor, positions_N: Tensor) -> Tensor:
         """[N, heads, D], rotated."""
         rows = self.config.num_heads * self.config.head_dim
-        return self._rotate(self._heads(F.linear(x_N2H, self.qkv[:rows])), positions_N)
+        q = F.linear(x_N2H, self.qkv[:rows]).to(x_N2H.dtype)
+        return self._rotate(self._heads(q), positions_N)
 
     def keys_values(self, x_N2H: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """Each [N, kv heads, D]; keys are rotated."""
         rows = self.config.num_heads * self.config.head_dim
-        k, v = self._heads(F.linear(x_N2H, self.qkv[rows:])).chunk(2, -2)
+        kv = F.linear(x_N2H, self.qkv[rows:]).to(x_N2H.dtype)
+        k, v = self._heads(kv).chunk(2, -2)
         return self._rotate(k, positions_N), v
 
     def attention_inputs(self, x_N2H: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -461,7 +468,8 @@ class Eagle3Drafter(nn.Module):
         if packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
         weight = self.target_rows() if name == "head" and self.head is None else getattr(self, name)
-        return F.linear(x, weight.to(x.dtype))
+        # Under autocast the product is narrow; norms, residuals and attention stay as they are.
+        return F.linear(x, weight.to(x.dtype)).to(x.dtype)
 
 
 def _rope_frequencies(config: Eagle3Config) -> tuple[Tensor, float]:
@@ -483,11 +491,12 @@ def _attend_documents(
 ) -> Tensor:
     """[M, heads, D]: attention of each document's queries to its own keys (see `unroll`)."""
     out, first, query = [], 0, 0
-    for num_pairs, num_queries in documents:
-        keys, at = slice(first, first + num_pairs), slice(query, query + num_queries)
-        own = [(k[at], v[at]) for k, v in later]
-        out.append(_attend_document(q_MQD[at], k_NKD[keys], v_NKD[keys], own))
-        first, query = keys.stop, at.stop
+    with torch.autocast(q_MQD.device.type, enabled=False):
+        for num_pairs, num_queries in documents:
+            keys, at = slice(first, first + num_pairs), slice(query, query + num_queries)
+            own = [(k[at], v[at]) for k, v in later]
+            out.append(_attend_document(q_MQD[at], k_NKD[keys], v_NKD[keys], own))
+            first, query = keys.stop, at.stop
     return torch.cat(out)
 
 

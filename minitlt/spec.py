@@ -24,12 +24,13 @@ F tapped width, H hidden.
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple, Protocol
 
 import psutil
@@ -219,7 +220,9 @@ class Bandit:
     """BEG-MAB (TLT, section on adaptive rollout): buckets by active rows, epsilon-greedy over the
     median of a sliding window of tokens per second. `off` is an arm like any other.
 
-    An arm is tried `tries` times in a bucket before it is judged there. When a drafter changes,
+    An arm is tried `tries` times in a bucket before it is judged there, unless it cannot win: its
+    accept length is known from other buckets, and more rows or deeper drafts never take less time.
+    That bound is the break-even prior which keeps exploration cheap. When a drafter changes,
     `renew` shortens the memory of its arms, so that yesterday's acceptance does not bind.
     """
 
@@ -230,57 +233,91 @@ class Bandit:
         epsilon: float = 0.05,
         window: int = 40,
         tries: int = 2,
+        slack: float = 1.1,
         seed: int = 0,
     ) -> None:
         if not arms:
             raise ValueError("the bandit needs at least one arm, e.g. off")
         self.arms = list(dict.fromkeys(arms))
-        self.epsilon, self.window, self.tries = epsilon, window, tries
+        self.epsilon, self.window, self.tries, self.slack = epsilon, window, tries, slack
         self._random = random.Random(seed)
-        self._rewards: dict[tuple[int, str], deque[float]] = {}
+        self._seconds: dict[tuple[int, str], deque[float]] = {}  # (bucket, arm) -> of its steps
+        self._rewards: dict[tuple[int, str], deque[float]] = {}  # tokens per second
+        self._accepts: dict[str, deque[float]] = {}  # arm -> tokens per row, in any bucket
 
     @staticmethod
     def bucket(active: int) -> int:
-        """1, 2-3, 4-7, 8-15, .. active rows."""
+        """0 for 1 row, then 2-3, 4-7, 8-15, .. active rows."""
         return active.bit_length() - 1
 
-    def _seen(self, active: int, arm: Arm) -> deque[float]:
-        key = (self.bucket(active), arm.name)
-        return self._rewards.setdefault(key, deque(maxlen=self.window))
+    def seen(self, active: int, arm: Arm) -> int:
+        return len(self._rewards.get((self.bucket(active), arm.name), ()))
 
     def choose(self, active: int) -> Arm:
-        if len(self.arms) == 1:
-            return self.arms[0]
-        fresh = [arm for arm in self.arms if len(self._seen(active, arm)) < self.tries]
+        hopeful = [arm for arm in self.arms if not self._cannot_win(active, arm)]
+        fresh = [arm for arm in hopeful if self.seen(active, arm) < self.tries]
         if fresh:
-            return min(fresh, key=lambda arm: len(self._seen(active, arm)))
+            return min(fresh, key=lambda arm: self.seen(active, arm))
         if self._random.random() < self.epsilon:
-            return self._random.choice(self.arms)
-        return max(self.arms, key=lambda arm: median(self._seen(active, arm)))
+            return self._random.choice(hopeful)
+        bucket = self.bucket(active)
+        return max(hopeful, key=lambda arm: median(self._rewards[bucket, arm.name]))
+
+    def _cannot_win(self, active: int, arm: Arm) -> bool:
+        """Even its highest possible reward, with some slack, is below another arm's seen here."""
+        bucket = self.bucket(active)
+        others = [a.name for a in self.arms if a != arm]
+        best = max((median(self._rewards.get((bucket, a), [0.0])) for a in others), default=0.0)
+        accepts = self._accepts.get(arm.name, ())
+        if len(accepts) < self.tries or arm.source == OFF:
+            return False
+        floor = self._least_seconds(bucket, arm)
+        return mean(accepts) * active * self.slack < best * floor
+
+    def _least_seconds(self, bucket: int, arm: Arm) -> float:
+        """A step cannot take less than a smaller one took: fewer rows, or a shallower draft."""
+        smaller = [a.name for a in self.arms if a.depth * a.width <= arm.depth * arm.width]
+        known = [
+            median(seconds)
+            for (b, name), seconds in self._seconds.items()
+            if b <= bucket and name in smaller and seconds
+        ]
+        return max(known, default=0.0)
 
     def record(self, active: int, arm: Arm, tokens: int, seconds: float) -> None:
-        self._seen(active, arm).append(tokens / max(seconds, 1e-9))
+        seconds, key = max(seconds, 1e-9), (self.bucket(active), arm.name)
+        self._remember(self._seconds, key, seconds)
+        self._remember(self._rewards, key, tokens / seconds)
+        self._remember(self._accepts, arm.name, tokens / active)
+
+    def _remember(self, table: dict[Any, deque[float]], key: Any, value: float) -> None:
+        table.setdefault(key, deque(maxlen=self.window)).append(value)
 
     def renew(self, source: str, keep: int = 1) -> None:
-        """The drafter behind `source` changed: keep only its arms' last `keep` rewards."""
-        for arm in self.arms:
-            if arm.source == source:
-                for (_, name), rewards in self._rewards.items():
-                    if name == arm.name:
-                        while len(rewards) > keep:
-                            rewards.popleft()
+        """The drafter behind `source` changed: its arms keep their last `keep` rewards only."""
+        names = {arm.name for arm in self.arms if arm.source == source}
+        stale = [r for (_, name), r in self._rewards.items() if name in names]
+        stale += [a for name, a in self._accepts.items() if name in names]
+        for values in stale:
+            while len(values) > keep:
+                values.popleft()
 
     def state_dict(self) -> dict[str, Any]:
         version, internal, gauss = self._random.getstate()
-        rewards = [[b, name, list(r)] for (b, name), r in self._rewards.items()]
-        return {"random": [version, list(internal), gauss], "rewards": rewards}
+        tables = {
+            "seconds": [[*key, list(v)] for key, v in self._seconds.items()],
+            "rewards": [[*key, list(v)] for key, v in self._rewards.items()],
+            "accepts": [[name, list(v)] for name, v in self._accepts.items()],
+        }
+        return {"random": [version, list(internal), gauss], **tables}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         version, internal, gauss = state["random"]
         self._random.setstate((version, tuple(internal), gauss))
-        self._rewards = {
-            (b, name): deque(r, maxlen=self.window) for b, name, r in state["rewards"]
-        }
+        fresh = functools.partial(deque, maxlen=self.window)
+        self._seconds = {(b, name): fresh(v) for b, name, v in state["seconds"]}
+        self._rewards = {(b, name): fresh(v) for b, name, v in state["rewards"]}
+        self._accepts = {name: fresh(v) for name, v in state["accepts"]}
 
 
 class RolloutEngine:

@@ -191,6 +191,16 @@ class _Step:
     bits_BT: Tensor | None
     lengths_B: Tensor
     read: int  # S
+    grouped_mask: Tensor | None = None  # mask_BTS for the stacked query heads, [B, 1, G*T.., S]
+
+    def stack_queries(self, group: int) -> None:
+        """The mask of `attend`: once per group head, and again until there are enough rows."""
+        if self.mask_BTS is None:
+            return
+        num_rows, num_nodes, read = self.mask_BTS.shape
+        group *= -(-_MIN_QUERIES // (group * num_nodes))
+        mask = self.mask_BTS[:, None, None].expand(-1, 1, group, -1, -1)
+        self.grouped_mask = mask.reshape(num_rows, 1, group * num_nodes, read)
 
 
 def _plan_step(
@@ -388,6 +398,7 @@ class LlamaTarget:
         """
         masked = self.device.type == "cpu"  # elsewhere a kernel reads ancestor bits instead
         step = _plan_step(tokens_BT, lengths_B, parents_BT, first_slot, self.cache, masked)
+        step.stack_queries(self.shape.num_heads // self.shape.num_kv_heads)
         num_rows, num_nodes = tokens_BT.shape
         h_NH = self._dense["embed"][tokens_BT.clamp(min=0).reshape(-1)].to(self.act_dtype)
         if pad := h_NH.shape[0] < _MIN_ROWS:
@@ -547,18 +558,16 @@ def attend(q_NHD: Tensor, store: Tensor, step: _Step, size: tuple[int, int]) -> 
     group = q_NHD.shape[1] // num_kv
     rows = slice(step.first_slot, step.first_slot + num_rows)
     k, v = (store[rows, : step.read, i].transpose(1, 2) for i in (0, 1))  # [B, K, S, D]
-    if step.mask_BTS is None:
+    if step.grouped_mask is None:
         q = q_NHD.view(num_rows, num_nodes, -1, head_dim).transpose(1, 2)
         out = tree_attention(q, k, v, None, step.lengths_B, step.bits_BT, head_dim**-0.5)
         return out.transpose(1, 2).reshape(num_rows * num_nodes, -1)
     q = q_NHD.view(num_rows, num_nodes, num_kv, group, head_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(num_rows, num_kv, group * num_nodes, head_dim)
-    mask = step.mask_BTS[:, None].expand(-1, group, -1, -1).reshape(num_rows, 1, -1, step.read)
-    num_queries = q.shape[2]
-    if num_queries < _MIN_QUERIES:
-        repeat = -(-_MIN_QUERIES // num_queries)
-        q, mask = q.repeat(1, 1, repeat, 1), mask.repeat(1, 1, repeat, 1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, :, :num_queries]
+    num_queries, padded = q.shape[2], step.grouped_mask.shape[2]
+    if num_queries < padded:
+        q = torch.cat([q] * (padded // num_queries), dim=2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=step.grouped_mask)[:, :, :num_queries]
     out = out.view(num_rows, num_kv, group, num_nodes, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(num_rows * num_nodes, -1)
 

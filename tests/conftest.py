@@ -13,6 +13,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is first imported
 
 
 @pytest.fixture(autouse=True)

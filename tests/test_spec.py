@@ -1,6 +1,7 @@
 """Losslessness as equality: whatever is drafted, the tokens are the plain engine's."""
 
 import functools
+import json
 
 import pytest
 import torch
@@ -302,24 +303,56 @@ def test_arms_have_one_spelling():
         RolloutEngine(target(), (), Bandit([Arm.parse("ngram-2")]))
 
 
+def play(bandit, active, num, accept, seconds):
+    """Picks of `num` steps where arms have these tokens per row and these seconds per step."""
+    picks = []
+    for _ in range(num):
+        arm = bandit.choose(active)
+        picks.append(arm.name)
+        tokens = round(accept[arm.name] * active)
+        bandit.record(active, arm, tokens, seconds(arm, active))
+    return picks
+
+
+ARMS = [Arm.parse(t) for t in ("off", "ngram-2", "eagle-4")]
+ACCEPT = {"off": 1, "ngram-2": 2, "eagle-4": 3}
+
+
+def step_seconds(arm, active):
+    """One row: almost flat in depth. Many rows: cost in proportion to the tokens fed."""
+    return 0.05 + 0.002 * active * (1 + 5 * arm.depth)
+
+
 def test_bandit_settles_on_the_fastest_arm_per_bucket_and_resumes():
-    arms = [Arm.parse(t) for t in ("off", "ngram-2", "eagle-4")]
-    speed = {(0, "off"): 10, (0, "ngram-2"): 12, (0, "eagle-4"): 20}
-    speed |= {(3, "off"): 80, (3, "ngram-2"): 60, (3, "eagle-4"): 40}
-    bandit = Bandit(arms, epsilon=0.05, seed=3)
-    for active, best in ((1, "eagle-4"), (8, "off")):
-        picks = []
-        for _ in range(200):
-            arm = bandit.choose(active)
-            picks.append(arm.name)
-            bandit.record(active, arm, speed[bandit.bucket(active), arm.name], 1.0)
-        assert picks.count(best) > 170
-        assert set(picks) == {a.name for a in arms}
-    other = Bandit(arms, epsilon=0.05, seed=99)
-    other.load_state_dict(bandit.state_dict())
-    assert [bandit.choose(8) for _ in range(50)] == [other.choose(8) for _ in range(50)]
+    bandit = Bandit(ARMS, epsilon=0.05, seed=3)
+    alone = play(bandit, 1, 200, ACCEPT, step_seconds)
+    assert alone.count("eagle-4") > 170 and set(alone) == {a.name for a in ARMS}
+    crowd = play(bandit, 64, 200, ACCEPT, step_seconds)
+    assert crowd.count("off") > 170
+    other = Bandit(ARMS, epsilon=0.05, seed=99)
+    other.load_state_dict(json.loads(json.dumps(bandit.state_dict())))
+    assert [bandit.choose(64) for _ in range(50)] == [other.choose(64) for _ in range(50)]
     bandit.renew("eagle")
-    assert len(bandit._seen(1, arms[2])) == 1 and len(bandit._seen(1, arms[0])) > 1
+    assert bandit.seen(1, ARMS[2]) == 1 and bandit.seen(1, ARMS[0]) > 1
+
+
+def test_bandit_does_not_try_what_cannot_win():
+    """With one token per row at any depth, drafts cost time and bring nothing: known after one
+    bucket, so the others hardly explore."""
+    useless = dict.fromkeys(ACCEPT, 1)
+    bandit = Bandit(ARMS, epsilon=0.0, tries=3)
+    play(bandit, 1, 30, useless, step_seconds)
+    for active in (2, 4, 8, 16):
+        picks = play(bandit, active, 30, useless, step_seconds)
+        assert picks.count("off") >= 24, (active, picks)
+
+
+def test_bandit_tries_again_after_the_drafter_has_changed():
+    useless = dict.fromkeys(ACCEPT, 1)
+    bandit = Bandit(ARMS, epsilon=0.05, seed=1)
+    assert play(bandit, 1, 60, useless, step_seconds).count("eagle-4") < 10
+    bandit.renew("eagle")
+    assert play(bandit, 1, 60, ACCEPT, step_seconds).count("eagle-4") > 40
 
 
 def test_accept_statistics_by_hand():

@@ -1,0 +1,628 @@
+"""The noise, the CPU path against the definition, and every verification rule by enumeration."""
+
+import itertools
+import logging
+import math
+
+import pytest
+import torch
+from kernel_cases import (
+    VOCABS,
+    assert_same,
+    chi_square,
+    chi_square_limit,
+    hard_batch,
+    keys,
+)
+from torch import Tensor
+
+from minitlt import kernels as K
+from minitlt import kernels_cpu
+
+U32 = 0xFFFFFFFF
+FROZEN_HASHES = [3378496765, 691471828, 344745690]
+FROZEN_KEY = 7702586659592502839
+
+
+# The noise.
+
+
+def python_hash(key: int, position: int, token: int) -> int:
+    """The hash in plain Python, from its description: murmur3, then the token's finaliser."""
+
+    def rotl(x: int, r: int) -> int:
+        return ((x << r) | (x >> (32 - r))) & U32
+
+    def finalise(h: int, between: int = 0) -> int:
+        h = ((h ^ (h >> 16)) * 0x85EBCA6B + between) & U32
+        h = ((h ^ (h >> 13)) * 0xC2B2AE35) & U32
+        return h ^ (h >> 16)
+
+    rows = []
+    for seed in (0x243F6A88, 0xB7E15162):
+        h = seed
+        for word in (key & U32, (key >> 32) & U32, position & U32):
+            h ^= rotl(word * 0xCC9E2D51 & U32, 15) * 0x1B873593 & U32
+            h = (rotl(h, 13) * 5 + 0xE6546B64) & U32
+        rows.append(finalise(h))
+    return finalise(rows[0] ^ (token * 0x9E3779B1 & U32), rows[1])
+
+
+def test_hash_equals_an_independent_implementation_and_never_changes():
+    key_list = [0, 1, -1, 2**63 - 1, -(2**63), K.row_key(1, 2, 3)]
+    positions, ids = [0, 1, 77, 2**31, 2**32 + 5], [0, 1, 2, 49_151, 151_935, 2**31]
+    for key, position in itertools.product(key_list, positions):
+        got = K.hash_bits(torch.tensor([key]), torch.tensor([position]), torch.tensor(ids))
+        assert got.tolist() == [[python_hash(key, position, token) for token in ids]]
+    frozen = K.hash_bits(torch.tensor([1]), torch.tensor([2]), torch.arange(3))
+    assert frozen.tolist() == [FROZEN_HASHES]
+    assert K.row_key(1, 2, 3) == FROZEN_KEY
+
+
+def test_row_keys_differ_in_every_argument():
+    all_keys = {K.row_key(a, b, c) for a in range(8) for b in range(8) for c in range(8)}
+    assert len(all_keys) == 512
+    assert all(-(2**63) <= key < 2**63 for key in all_keys)
+
+
+def test_noise_is_the_float64_formula_even_at_the_ends():
+    gen = torch.Generator().manual_seed(0)
+    bits = torch.cat([
+        torch.randint(0, 2**32, (20_000,), generator=gen),
+        torch.arange(64), U32 - torch.arange(64), 2 ** torch.arange(32),
+        int(K.SMALL_U * 2**32) + torch.arange(-64, 64),
+    ])  # fmt: skip
+    u = (bits.double() + 0.5) / 2**32
+    exact = -torch.log(-torch.log1p(-u))
+    torch.testing.assert_close(K.gumbel(bits).double(), exact, rtol=3e-7, atol=3e-7)
+    assert 22.8 < float(K.gumbel(torch.tensor([0]))) < 22.9  # nothing is ever infinite
+
+
+def test_fast_bits_are_the_hash_and_dtype_default_does_not_matter():
+    k, positions = keys(3), torch.tensor([0, 9, 2**40])
+    words = K.row_words(k, positions)
+    h, shifted = torch.empty(2, 3, 1000, dtype=torch.int32)
+    kernels_cpu._fast_bits(*words, kernels_cpu._token_half(1000), h, shifted)
+    assert torch.equal(h.long() & U32, K.hash_bits(k, positions, torch.arange(1000)))
+    batch = hard_batch(31)
+    want = K.coupled_verify(**batch)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_same(K.coupled_verify(**batch), want)
+        assert K.coupled_verify(**batch).logprobs_BD.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_uniformity_and_both_tails():
+    noise = K.gumbel_noise(keys(32), torch.arange(32), torch.arange(65_536)).flatten()
+    n = noise.numel()
+    for c in (-2.0, -1.0, 0.0, 2.0, 6.0, 9.0):
+        law = 1 - math.exp(-math.exp(-c))
+        z = (int((noise > c).sum()) - n * law) / math.sqrt(n * law * (1 - law))
+        assert abs(z) < 4, (c, z)
+    bits = K.hash_bits(keys(4), torch.arange(4), torch.arange(65_536))
+    for shift in (0, 8, 16, 24):
+        counts = torch.bincount(((bits >> shift) & 255).flatten(), minlength=256)
+        assert chi_square(counts, torch.full((256,), 1 / 256)) < chi_square_limit(256)
+
+
+@pytest.mark.parametrize("other", ["position", "row", "token", "stream"])
+def test_noise_is_independent_across(other: str):
+    n, k, positions, ids = 20_000, keys(1).expand(20_000), torch.arange(20_000), torch.arange(4)
+    a = K.gumbel_noise(k, positions, ids)
+    if other == "position":
+        b = K.gumbel_noise(k, positions + 1, ids)
+    elif other == "row":
+        b = K.gumbel_noise(keys(2)[1:].expand(n), positions, ids)
+    elif other == "token":
+        b = K.gumbel_noise(k, positions, ids + 1)[:, [3, 0, 1, 2]]
+    else:
+        b = K.gumbel_noise(K.stream_keys(k, "draft"), positions, ids)
+    pair = a.argmax(1) * 4 + b.argmax(1)
+    if other != "token":  # shifted token ids share three of four draws
+        assert chi_square(torch.bincount(pair, minlength=16), torch.full((16,), 1 / 16)) < 50
+        assert abs(float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])) < 0.015
+    fresh = torch.stack([a[:, 0], b[:, 0]]) if other == "token" else torch.stack([a[:, 0], a[:, 1]])
+    assert abs(float(torch.corrcoef(fresh)[0, 1])) < 0.03
+
+
+def test_samples_follow_the_softmax():
+    logits, n = torch.linspace(-2, 2, 16), 40_000
+    token = K.gumbel_topk(
+        logits.expand(n, -1), keys(1).expand(n), torch.arange(n), torch.full((n,), 0.7), 1
+    ).tokens_Nk[:, 0]
+    law = (logits.double() / 0.7).softmax(0)
+    assert chi_square(torch.bincount(token, minlength=16), law) < chi_square_limit(16)
+
+
+# Coupled verification: the CPU path is the definition.
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_cpu_path_equals_the_definition(vocab: int):
+    for seed in range(2):
+        batch = hard_batch(vocab, seed)
+        options: list[dict] = [
+            {"entropy": True},
+            {"thresholds_BT": torch.full((5, 4), 0.5), "stop_ids": (0, 1)},
+            {
+                "sample_logits_BTV": batch["logits_BTV"].flip(-1),
+                "limits_B": torch.tensor([1, 2, 0, 9, 4]),
+            },
+        ]
+        for option in options:
+            assert_same(
+                kernels_cpu.coupled_verify_cpu(**batch, **option),
+                K.coupled_verify_ref(**batch, **option),
+            )
+        for dtype in (torch.bfloat16, torch.float64):
+            low = batch | {"logits_BTV": batch["logits_BTV"].to(dtype)}
+            assert_same(kernels_cpu.coupled_verify_cpu(**low), K.coupled_verify_ref(**low))
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_cpu_topk_equals_the_definition(vocab: int):
+    batch = hard_batch(vocab, 1)
+    ids = torch.arange(vocab) * 3 + 1
+    for k, ids_V in itertools.product({1, min(4, vocab), min(70, vocab)}, (None, ids)):
+        args = [batch["logits_BTV"].flatten(0, 1)]
+        args += [batch[n].repeat_interleave(4) for n in ("keys_B", "positions_B", "temperatures_B")]
+        got, want = K.gumbel_topk(*args, k, ids_V), K.gumbel_topk_ref(*args, k, ids_V)
+        for a, b in zip(got[:3], want[:3], strict=True):
+            assert torch.equal(a, b)
+        torch.testing.assert_close(got[3], want[3], rtol=1e-5, atol=1e-5)
+
+
+def test_greedy_and_ties_go_to_the_lowest_id():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]]).expand(2, -1)
+    flat = torch.zeros(2, 4)
+    for x, want in ((logits, [1, 1]), (flat, [0, 0]), (flat - torch.inf, [0, 0])):
+        top = K.gumbel_topk(x, keys(2), torch.arange(2), torch.zeros(2), 4)
+        assert top.tokens_Nk[:, 0].tolist() == want
+    assert top.tokens_Nk.tolist() == [[0, 1, 2, 3]] * 2
+    assert top.logprobs_Nk.isinf().all()
+    # Equal scores at T > 0: +inf logits swallow the noise.
+    huge = torch.full((1, 4), torch.inf)
+    assert K.gumbel_topk(huge, keys(1), torch.arange(1), torch.ones(1), 2).tokens_Nk.tolist() == [
+        [0, 1]
+    ]
+
+
+def hash_inverse(h_zero_for: Tensor, row0: Tensor, row1: Tensor) -> Tensor:
+    """The token id (mod 2^32) whose hash is 0 under the given row words."""
+    inv_mix, inv_token = (pow(m, -1, 2**32) for m in (K.MIX1, K.TOKEN))
+    y = (-row1 * inv_mix) & U32
+    h = y ^ (y >> 16)
+    return ((h ^ row0) * inv_token) & U32 | h_zero_for * 0
+
+
+def test_a_hash_of_zero_is_seen_by_the_race():
+    vocab, positions = 49_152, torch.arange(300_000)
+    key = keys(1)
+    ids = hash_inverse(positions, *K.row_words(key.expand(len(positions)), positions))
+    at = int((ids < vocab).nonzero()[0])
+    token = int(ids[at])
+    assert int(K.hash_bits(key, torch.tensor([at]), torch.tensor([token]))) == 0
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0))
+    for value, wins in ((0.0, True), (-torch.inf, False), (-200.0, False)):
+        logits[0, token] = value
+        args = (logits, key, torch.tensor([at]), torch.ones(1), 3)
+        got, want = K.gumbel_topk(*args), K.gumbel_topk_ref(*args)
+        assert torch.equal(got.tokens_Nk, want.tokens_Nk)
+        assert (int(got.tokens_Nk[0, 0]) == token) is wins
+
+
+def test_rows_do_not_depend_on_their_batch():
+    batch = hard_batch(1000)
+    whole, order = K.coupled_verify(**batch), torch.tensor([3, 0, 4, 2, 1])
+    permuted = K.coupled_verify(**{name: x[order] for name, x in batch.items()})
+    assert torch.equal(permuted.tokens_BD, whole.tokens_BD[order])
+    for b in range(5):
+        alone = K.coupled_verify(**{name: x[b : b + 1] for name, x in batch.items()})
+        assert torch.equal(alone.tokens_BD[0], whole.tokens_BD[b])
+        assert torch.equal(alone.logprobs_BD[0], whole.logprobs_BD[b])
+
+
+def chain(logits_BTV: Tensor, drafts: list[list[int]], **kw) -> K.Verified:
+    """Verify chains of drafts; -1 pads a row that has fewer."""
+    num, nodes = logits_BTV.shape[:2]
+    tokens = torch.tensor([[0, *row] for row in drafts])
+    parents = torch.where(tokens < 0, -1, torch.arange(-1, nodes - 1))
+    defaults = {"temperatures_B": torch.zeros(num)}
+    args = {"keys_B": keys(num), "positions_B": torch.arange(num)} | defaults | kw
+    return K.coupled_verify(logits_BTV, tokens_BT=tokens, parents_BT=parents, **args)
+
+
+def one_hot(rows: list[list[int]], vocab: int) -> Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(rows), vocab).float()
+
+
+def test_walk_accepts_cuts_and_pads():
+    logits = one_hot([[1, 2, 3]] * 6, 5)
+    limits = torch.tensor([3, 3, 3, 2, 0, 3])
+    out = chain(
+        logits, [[1, 2], [1, 4], [0, 2], [1, 2], [1, 2], [1, -1]], limits_B=limits, stop_ids=[3]
+    )
+    assert out.num_emit_B.tolist() == [3, 2, 1, 2, 0, 2]
+    assert out.tokens_BD[0].tolist() == [1, 2, 3]
+    assert out.tokens_BD[2].tolist() == [1, -1, -1]
+    assert out.nodes_BD[3].tolist() == [0, 1, -1]
+    assert out.tokens_BD[4].tolist() == [-1] * 3
+    assert out.logprobs_BD[4].tolist() == [0.0] * 3
+    stopped = chain(logits[:1], [[1, 2]], stop_ids=(2, 7))  # in the middle of accepted drafts
+    assert stopped.tokens_BD.tolist() == [[1, 2, -1]]
+    # A drafted stop id that the target does not choose ends nothing.
+    assert chain(logits[:1], [[1, 4]], stop_ids=(4,)).tokens_BD.tolist() == [[1, 2, -1]]
+    # Of equal siblings the lowest node wins.
+    tree = K.coupled_verify(
+        logits[:1, [0, 1, 2, 2]], keys(1), torch.zeros(1).long(), torch.zeros(1),
+        torch.tensor([[0, 1, 1, 2]]), torch.tensor([[-1, 0, 0, 1]]),
+    )  # fmt: skip
+    assert tree.nodes_BD.tolist() == [[0, 1, 3, -1]]
+
+
+def test_empty_batch_and_bad_arguments():
+    empty = {name: x[:0] for name, x in hard_batch(31).items()}
+    for verify in (K.coupled_verify, K.coupled_verify_ref):
+        out = verify(**empty, entropy=True)
+        assert out.tokens_BD.shape == (0, 4)
+        assert out.num_emit_B.shape == (0,)
+    none = (torch.zeros(0, 9), keys(0).long(), keys(0).long(), torch.zeros(0))
+    assert K.gumbel_topk(*none, 2).tokens_Nk.shape == (0, 2)
+    for top in (K.gumbel_topk, K.gumbel_topk_ref):
+        with pytest.raises(ValueError, match="k must be"):
+            top(torch.zeros(1, 3), keys(1), torch.zeros(1).long(), torch.ones(1), 4)
+
+
+def test_logprobs_are_those_of_the_deciding_row():
+    batch = hard_batch(1000)
+    batch["temperatures_B"][3] = 0.7
+    out = K.coupled_verify(**batch, entropy=True)
+    for b, i in itertools.product(range(4), range(2)):
+        if i < out.num_emit_B[b]:
+            t = float(batch["temperatures_B"][b]) or 1.0
+            row = batch["logits_BTV"][b, out.nodes_BD[b, i]].nan_to_num(nan=-torch.inf) / t
+            law = row.double().softmax(0)
+            assert float(out.logprobs_BD[b, i].exp()) == pytest.approx(
+                float(law[out.tokens_BD[b, i]]), rel=2e-5
+            )
+            want = float(-(law * law.clamp_min(1e-300).log()).sum())
+            assert float(out.entropies_BD[b, i]) == pytest.approx(want, abs=2e-5)
+    assert out.num_nan_B.tolist() == [0, 0, int(out.num_emit_B[2]), 0, 1000]
+
+
+def test_self_draft_is_always_accepted():
+    """The drafter's logits equal the target's: every draft stands, on a tree too."""
+    gen, num = torch.Generator().manual_seed(3), 64
+    table = torch.randn(50, 50, generator=gen) * 2
+    k, positions, temps = keys(num), torch.arange(num), torch.rand(num, generator=gen) + 0.3
+    tokens = [torch.randint(0, 50, (num,), generator=gen)]
+    for depth in range(4):
+        top = K.gumbel_topk(table[tokens[-1]], k, positions + depth, temps, 1)
+        tokens.append(top.tokens_Nk[:, 0])
+    tokens_BT = torch.stack(tokens, dim=1)
+    out = K.coupled_verify(
+        table[tokens_BT], k, positions, temps, tokens_BT, torch.arange(-1, 4).expand(num, -1)
+    )
+    assert (out.num_emit_B == 5).all()
+    assert torch.equal(out.tokens_BD[:, :4], tokens_BT[:, 1:])
+
+
+# The laws, by enumeration: V = 3, K = 2. Nothing is left to chance.
+
+
+def toy_laws(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """p(x1), p(x2 | x1), p(x3 | x1 x2) and a different q(x1), q(x2 | x1), in float64."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def law(*shape: int) -> Tensor:
+        return (torch.randn(*shape, 3, generator=gen, dtype=torch.float64) * 1.3).softmax(-1)
+
+    return law(), law(3), law(3, 3), law(), law(3)
+
+
+def joint(p1: Tensor, p2: Tensor, p3: Tensor) -> Tensor:
+    return p1[:, None, None] * p2[:, :, None] * p3
+
+
+def finish(laws: tuple[Tensor, ...], emitted: tuple[int, ...], weight: float) -> Tensor:
+    """The law of three tokens that begins with `emitted` and goes on from the target."""
+    out = torch.zeros(3, 3, 3, dtype=torch.float64)
+    at = emitted[:3]
+    tail = joint(*laws[:3])[at]
+    out[at] = weight * tail / tail.sum()
+    return out
+
+
+def ratio_law(laws: tuple[Tensor, ...], block: bool, drawn: bool, **broken) -> Tensor:
+    """The law of the first three tokens under the ratio test, over all drafts and all coins.
+
+    broken: rules to put in the place of the library's, to see that the enumeration notices.
+    """
+    p1, p2, p3, q1, q2 = laws
+    residual = broken.get("residual", K.residual)
+    accepted = broken.get("num_accepted", K.num_accepted)
+    total = torch.zeros(3, 3, 3, dtype=torch.float64)
+    for d1, d2 in itertools.product(range(3), range(3)):
+        chance_of_drafts = float(q1[d1] * q2[d1, d2]) if drawn else float((d1, d2) == (1, 2))
+        if chance_of_drafts == 0:
+            continue
+        p = torch.stack([p1, p2[d1], p3[d1, d2]])
+        one = torch.eye(3, dtype=torch.float64)
+        q = torch.stack([q1, q2[d1], one[0] * 0] if drawn else [one[d1], one[d2], one[0] * 0])
+        ratio = torch.stack([p[0, d1] / q[0, d1], p[1, d2] / q[1, d2]])[None]
+
+        def mass(carry: Tensor, p: Tensor = p, q: Tensor = q) -> Tensor:
+            return (carry[..., None] * p[1:] - q[1:]).clamp(min=0).sum(-1)
+
+        chance, carry = K.accept_chances(ratio, torch.tensor([2]), mass if block else None)
+        for coins in itertools.product((False, True), repeat=2):
+            passed = torch.tensor([coins])
+            odds = torch.where(passed, chance.clamp(max=1), 1 - chance.clamp(max=1)).prod()
+            tau = int(accepted(passed, block))
+            weights = residual(p[tau : tau + 1], q[tau : tau + 1], carry[0, tau : tau + 1])[0]
+            for x, share in enumerate((weights / weights.sum()).tolist()):
+                weight = chance_of_drafts * float(odds) * share
+                if weight > 0:
+                    total += finish(laws, ((d1, d2)[:tau] + (x,)), weight)
+    return total
+
+
+@pytest.mark.parametrize("drawn", [True, False], ids=["q", "one-hot"])
+@pytest.mark.parametrize("block", [False, True], ids=["token", "block"])
+def test_ratio_rules_keep_the_law(block: bool, drawn: bool):
+    for seed in range(5):
+        laws = toy_laws(seed)
+        torch.testing.assert_close(
+            ratio_law(laws, block, drawn), joint(*laws[:3]), rtol=0, atol=1e-12
+        )
+
+
+def test_enumeration_notices_a_broken_ratio_rule():
+    def gap(block: bool, **broken) -> float:
+        gaps = [
+            (ratio_law(laws, block, True, **broken) - joint(*laws[:3])).abs().sum()
+            for laws in map(toy_laws, range(5))
+        ]
+        return float(max(gaps))
+
+    assert gap(False, residual=lambda p, q, carry: p) > 0.01
+    assert gap(True, residual=lambda p, q, carry: K.residual(p, q, carry * 0 + 1)) > 0.001
+    assert gap(True, num_accepted=lambda passed, block: K.num_accepted(passed, False)) > 0.01
+
+
+def coupled_law(laws: tuple[Tensor, ...], broken: bool = False) -> Tensor:
+    """The law under coupled verification: every outcome of the target's three samples, for every
+    draft, goes through `coupled_verify` itself as one-hot logits at T = 0."""
+    p1, p2, p3, q1, q2 = laws
+    cases = list(itertools.product(range(3), repeat=5))
+    drafts = [[d1, d2] for d1, d2, *_ in cases]
+    out = chain(one_hot([list(s) for _, _, *s in cases], 3), drafts)
+    total = torch.zeros(3, 3, 3, dtype=torch.float64)
+    for b, (d1, d2, s1, s2, s3) in enumerate(cases):
+        weight = float(q1[d1] * q2[d1, d2] * p1[s1] * p2[d1, s2] * p3[d1, d2, s3])
+        emitted = tuple(out.tokens_BD[b, : out.num_emit_B[b]].tolist())
+        if broken and s1 != d1:  # throw the sample away on a mismatch, and draw afresh
+            for x in range(3):
+                total += finish(laws, (x,), weight * float(p1[x]))
+        else:
+            total += finish(laws, emitted, weight)
+    return total
+
+
+def test_coupled_rule_keeps_the_law_and_the_enumeration_notices_a_broken_one():
+    laws = toy_laws(1)
+    torch.testing.assert_close(coupled_law(laws), joint(*laws[:3]), rtol=0, atol=1e-12)
+    assert float((coupled_law(laws, broken=True) - joint(*laws[:3])).abs().sum()) > 0.01
+
+
+# The ratio test with real noise.
+
+
+def ratio_inputs(num: int, vocab: int, num_drafts: int, stream: str = "draft"):
+    gen = torch.Generator().manual_seed(1)
+    p = (torch.randn(1, num_drafts + 1, vocab, generator=gen) * 1.5).expand(num, -1, -1)
+    q = p[:, :num_drafts] + torch.randn(1, num_drafts, vocab, generator=gen)
+    k, positions, temps = keys(1).expand(num), torch.arange(num) * 8, torch.full((num,), 0.8)
+    drafts = [
+        K.gumbel_topk(q[:, i], K.stream_keys(k, stream), positions + i, temps, 1).tokens_Nk
+        for i in range(num_drafts)
+    ]
+    return p, q, torch.cat(drafts, dim=1), k, positions, temps
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_ratio_test_draws_the_target_law_and_shared_noise_would_not(block: bool):
+    num = 20_000
+    for stream, good in (("draft", True), ("residual", False)):
+        p, q, *rest = ratio_inputs(num, 4, 2, stream)
+        out = K.rejection_verify(p, q, *rest, block=block)
+        counts = torch.bincount(out.tokens_BD[:, 0], minlength=4)
+        stat = chi_square(counts, (p[0, 0].double() / 0.8).softmax(-1))
+        assert (stat < chi_square_limit(4)) is good, (stream, stat)
+    one_hot_drafts = K.rejection_verify(p, None, *rest, block=block)
+    counts = torch.bincount(one_hot_drafts.tokens_BD[:, 0], minlength=4)
+    assert counts.sum() == num
+
+
+def test_ratio_test_self_draft_short_rows_greedy_and_cuts():
+    _, q, drafts, k, positions, temps = ratio_inputs(200, 9, 3)
+    same = torch.cat([q, q[:, :1]], dim=1)
+    for verify in (K.rejection_verify, K.block_verify, K.block_verify_ref):
+        assert (verify(same, q, drafts, k, positions, temps).num_emit_B == 4).all()
+        short = drafts.clone()
+        short[:, 1:] = -1
+        assert (verify(same, q, short, k, positions, temps).num_emit_B == 2).all()
+        none = verify(same, q, drafts * 0 - 1, k, positions, temps)
+        assert (none.num_emit_B == 1).all()
+        greedy = verify(same, q, q.argmax(-1), k, positions, temps * 0, stop_ids=(99,))
+        assert torch.equal(greedy.tokens_BD, same.argmax(-1))
+        cut = verify(same, q, drafts, k, positions, temps, limits_B=torch.full((200,), 2))
+        assert (cut.num_emit_B == 2).all()
+        ended = verify(same, q, drafts, k, positions, temps, stop_ids=drafts[0, :1].tolist())
+        assert ended.num_emit_B[0] == 1
+    x = same[0, 0].double() / 0.8
+    out = K.rejection_verify(same, q, drafts, k, positions, temps)
+    want = x.log_softmax(-1)[out.tokens_BD[0, 0]]
+    assert float(out.logprobs_BD[0, 0]) == pytest.approx(float(want), abs=1e-5)
+
+
+def test_strict_coins_and_empty_residuals(monkeypatch: pytest.MonkeyPatch):
+    p = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]).log()[None]
+    args = (torch.tensor([[0]]), keys(1), torch.tensor([0]), torch.ones(1))
+    monkeypatch.setattr(K, "coins", lambda keys, positions, num: torch.zeros(1, num))
+    assert K.rejection_verify_ref(p, p[:, :1] * 0, *args).tokens_BD.tolist() == [[1, -1]]
+    top = 1 - 2.0**-24
+    monkeypatch.setattr(K, "coins", lambda keys, positions, num: torch.full((1, num), top))
+    same = torch.tensor([[[3.0, 0.0, 0.0], [0.0, 9.0, 0.0]]])
+    assert int(K.rejection_verify_ref(same, same[:, :1], *args).num_emit_B) == 2
+    law = torch.tensor([[0.7, 0.2, 0.1]])
+    assert torch.equal(K.residual(law, law, torch.ones(1)), law)
+    monkeypatch.undo()
+    u = K.coins(keys(1).expand(50_000), torch.arange(50_000), 2)
+    assert 0 <= float(u.min()) < 1e-4
+    assert 1 - 1e-4 < float(u.max()) < 1
+
+
+# Thresholds: the kept set of transformers' processors.
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(0, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (20, 0.9, 0.05), (1, 0.1, 1.0),
+     (5000, 0.999, 0.001)],
+)  # fmt: skip
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 3.0])
+def test_thresholds_keep_what_transformers_keeps(top_k, top_p, min_p, temperature):
+    from transformers.generation import logits_process as hf
+
+    logits = torch.randn(6, 1500, generator=torch.Generator().manual_seed(5)) * 4
+    scores = hf.TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        scores = hf.TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = hf.TopPLogitsWarper(top_p)(None, scores)
+    if min_p:
+        scores = hf.MinPLogitsWarper(min_p)(None, scores)
+    temps = torch.full((6,), temperature)
+    threshold = K.sampling_thresholds(logits, temps, top_k, top_p, min_p)
+    assert torch.equal(logits >= threshold[:, None], scores > -torch.inf)
+    assert K.sampling_thresholds(logits, temps * 0, top_k, top_p, min_p).eq(-torch.inf).all()
+
+
+def test_thresholds_only_mask_the_sample():
+    batch = hard_batch(1000)
+    batch["temperatures_B"][:] = 1.0
+    flat = batch["logits_BTV"].flatten(0, 1)
+    thresholds = K.sampling_thresholds(flat, torch.ones(20), top_k=1).view(5, 4)
+    out, plain = K.coupled_verify(**batch, thresholds_BT=thresholds), hard_batch(1000)
+    plain["temperatures_B"][:] = 0.0
+    assert torch.equal(out.tokens_BD[:3], K.coupled_verify(**plain).tokens_BD[:3])
+    assert (out.logprobs_BD[0, :1] < 0).all()  # of the whole law, not of the kept token
+    for bad in ({"top_k": -1}, {"top_p": 0.0}, {"min_p": 2.0}):
+        with pytest.raises(ValueError, match="need top_k"):
+            K.sampling_thresholds(flat, torch.ones(20), **bad)
+
+
+# Attention and the loss.
+
+
+def test_tree_attention_is_masked_attention():
+    gen = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 4, 3, 8, generator=gen)
+    k, v = torch.randn(2, 5, 2, 12, 8, generator=gen)
+    slots, lengths = torch.tensor([4, 0, 2]), torch.tensor([6, -1, 0])
+    bits = torch.tensor([[1, 3, 5]] * 3)
+    out = K.tree_attention(q, k, v, slots, lengths, bits, 0.3)
+    seen = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
+    for b, length in ((0, 6), (2, 0)):
+        mask = torch.cat([torch.ones(3, length).bool(), seen], dim=1)
+        keys_, values = (x[slots[b], :, : length + 3].repeat_interleave(2, 0) for x in (k, v))
+        want = torch.nn.functional.scaled_dot_product_attention(
+            q[b], keys_, values, attn_mask=mask, scale=0.3
+        )
+        torch.testing.assert_close(out[b], want)
+    assert out[1].eq(0).all()
+
+
+def test_append_writes_live_rows_only():
+    gen = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 4, 2, 9, 3, generator=gen)
+    before, new = k.clone(), torch.randn(2, 3, 2, 2, 3, generator=gen)
+    K.append_kv(k, v, *new, torch.tensor([3, 1, 0]), torch.tensor([5, -1, 8]))
+    assert torch.equal(k[3, :, 5:7], new[0][0])
+    assert torch.equal(v[3, :, 5:7], new[1][0])
+    assert torch.equal(k[0, :, 8], new[0][2, :, 0])  # what does not fit is dropped
+    before[3, :, 5:7], before[0, :, 8] = k[3, :, 5:7], k[0, :, 8]
+    assert torch.equal(k, before)
+
+
+def test_draft_loss_by_hand():
+    """p = (1/2, 1/2, 0), q = (1/4, 1/4, 1/2): KL = ln 2, TV = 1/2, acceptance 1/2."""
+    teacher = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    logits = torch.tensor([[0.25, 0.25, 0.5]]).log().requires_grad_()
+    for kind, want, grad in (
+        ("kl", math.log(2), [-0.25, -0.25, 0.5]),  # q - p
+        ("tv", 0.5, [-0.125, -0.125, 0.25]),  # q ([q > p] - 1/2)
+    ):
+        loss, acceptance = K.draft_loss(logits, teacher, kind)
+        assert float(loss.detach()) == pytest.approx(want, rel=1e-6)
+        assert float(acceptance) == pytest.approx(0.5, rel=1e-6)
+        got = torch.autograd.grad(loss.sum(), logits)[0]
+        torch.testing.assert_close(got, torch.tensor([grad]))
+    w = math.exp(-1.5)
+    loss = K.draft_loss(logits, teacher, "lk").loss_N
+    assert float(loss.detach()) == pytest.approx(w * math.log(2) + (1 - w) * 0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["kl", "tv", "lk"])
+def test_draft_loss_gradient_equals_autograd_of_the_naive_form(kind: str):
+    gen = torch.Generator().manual_seed(0)
+    logits = (torch.randn(150, 700, generator=gen) * 2).requires_grad_()
+    teacher = torch.randn(150, 700, generator=gen) * 2
+    teacher[3, :100] = -torch.inf
+    weight = torch.rand(150, generator=gen)
+    grads = []
+    for loss in (K.draft_loss, K.draft_loss_ref):
+        out = loss(logits, teacher.clone().requires_grad_(), kind, 2.0)
+        assert not out.acceptance_N.requires_grad
+        grads.append(torch.autograd.grad((out.loss_N * weight).sum(), logits)[0])
+        values = out if loss is K.draft_loss else values  # noqa: F821
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(values.loss_N, out.loss_N, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(values.acceptance_N, out.acceptance_N, rtol=1e-5, atol=1e-6)
+
+
+def test_draft_loss_of_nothing_and_of_an_unknown_kind():
+    empty = torch.zeros(0, 5, requires_grad=True)
+    K.draft_loss(empty, empty.detach()).loss_N.sum().backward()
+    with pytest.raises(ValueError, match="kl, tv, lk"):
+        K.draft_loss(torch.zeros(1, 5), torch.zeros(1, 5), "ce")
+
+
+# Dispatch.
+
+
+def test_dispatch_obeys_the_environment_and_says_so_once(monkeypatch, caplog):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    cases = [("auto", cpu, "cpu"), ("auto", cuda, "triton")]
+    cases += [("ref", cuda, "ref"), ("triton", cuda, "triton")]
+    for wish, device, want in cases:
+        monkeypatch.setenv("MINITLT_KERNELS", wish)
+        if want != "triton" or K._have_triton():
+            assert K.backend(device)[0] == want
+    monkeypatch.setenv("MINITLT_KERNELS", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="MINITLT_KERNELS=triton"):
+        K.backend(cpu)
+    monkeypatch.setenv("MINITLT_KERNELS", "fast")
+    with pytest.raises(ValueError, match="auto, ref or triton"):
+        K.backend(cpu)
+    monkeypatch.setenv("MINITLT_KERNELS", "ref")
+    K._say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="minitlt.kernels"):
+        for _ in range(3):
+            K.coupled_verify(**hard_batch(2))
+    said = [r.getMessage() for r in caplog.records]
+    assert said == ["kernels: coupled_verify runs as ref (MINITLT_KERNELS=ref)"]
