@@ -254,7 +254,7 @@ class Bandit:
         return len(self._rewards.get((self.bucket(active), arm.name), ()))
 
     def choose(self, active: int) -> Arm:
-        hopeful = [arm for arm in self.arms if not self._cannot_win(active, arm)]
+        hopeful = [a for a in self.arms if not self._cannot_win(active, a)] or self.arms
         fresh = [arm for arm in hopeful if self.seen(active, arm) < self.tries]
         if fresh:
             return min(fresh, key=lambda arm: self.seen(active, arm))
