@@ -23,7 +23,7 @@ from minitlt.kernels import DraftLoss
 from minitlt.kernels_cpu import DraftLossFunction
 from minitlt.kernels_triton import rows_last, scratch
 
-KV_CHUNK, KV_BLOCK = 512, 64  # cache positions per attention program, and per step of it
+KV_CHUNK, KV_BLOCK = 256, 64  # cache positions per attention program, and per step of it
 LOSS_BLOCK = 2048
 _INF, _FLT_MAX = tl.constexpr(defs.INF), tl.constexpr(defs.FLT_MAX)
 
@@ -104,8 +104,8 @@ def _attend_kernel(
     top = tl.full((M2,), -_INF, tl.float32)
     total = tl.zeros((M2,), tl.float32)
     acc = tl.zeros((M2, D2), tl.float32)
-    for n0 in range(start, tl.minimum(start + CHUNK, end), STEP):
-        n = n0 + tl.arange(0, STEP)
+    for step in range(0, CHUNK, STEP):  # a fixed count, so that loads are pipelined
+        n = start + step + tl.arange(0, STEP)
         here = (n < end)[:, None] & (d < D)[None, :]
         k = tl.load(k_row + n.to(tl.int64)[:, None] * skl + d[None, :], mask=here, other=0.0)
         v = tl.load(v_row + n.to(tl.int64)[:, None] * svl + d[None, :], mask=here, other=0.0)
@@ -137,16 +137,18 @@ def _join_kernel(
     top = tl.full((), -_INF, tl.float32)
     total = tl.full((), 0.0, tl.float32)
     acc = tl.zeros((D2,), tl.float32)
-    if length >= 0:
-        for split in range(tl.cdiv(tl.minimum(length + T, L), CHUNK)):
-            at = query * S + split
-            part_top, part = tl.load(stats_ptr + at * 2), tl.load(stats_ptr + at * 2 + 1)
-            new_top = tl.maximum(top, part_top)
-            safe_top = tl.maximum(new_top, -_FLT_MAX)
-            old, new = tl.exp(top - safe_top), tl.exp(part_top - safe_top)
-            total = total * old + part * new
-            acc = acc * old + tl.load(acc_ptr + at * D + d, mask=d < D, other=0.0) * new
-            top = new_top
+    last = tl.where(length >= 0, tl.minimum(length + T, L), 0)
+    split = last * 0
+    while split * CHUNK < last:
+        at = query * S + split
+        part_top, part = tl.load(stats_ptr + at * 2), tl.load(stats_ptr + at * 2 + 1)
+        new_top = tl.maximum(top, part_top)
+        safe_top = tl.maximum(new_top, -_FLT_MAX)
+        old, new = tl.exp(top - safe_top), tl.exp(part_top - safe_top)
+        total = total * old + part * new
+        acc = acc * old + tl.load(acc_ptr + at * D + d, mask=d < D, other=0.0) * new
+        top = new_top
+        split += 1
     acc = acc / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + query * D + d, acc.to(out_ptr.dtype.element_ty), mask=d < D)
 
@@ -195,7 +197,8 @@ def tree_attention_triton(
 
 @triton.jit
 def _loss_kernel(
-    logits_ptr, teacher_ptr, kl_ptr, tv_ptr, stats_ptr, sl, st, V, BLOCK: tl.constexpr
+    logits_ptr, teacher_ptr, kl_ptr, tv_ptr, stats_ptr, sl, st, V: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row: two normalisers in one pass, KL, TV and c = sum q [q > p] in another."""
     row = tl.program_id(0).to(tl.int64)
@@ -211,11 +214,8 @@ def _loss_kernel(
         sum_p = sum_p * tl.exp(top_p - new_p) + tl.sum(tl.exp(y - new_p), axis=0)
         top_q, top_p = new_q, new_p
     lse_q, lse_p = top_q + tl.log(sum_q), top_p + tl.log(sum_p)
-    kl, tv, over = (
-        tl.full((), 0.0, tl.float32),
-        tl.full((), 0.0, tl.float32),
-        tl.full((), 0.0, tl.float32),
-    )
+    kl, tv = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    over = tl.full((), 0.0, tl.float32)
     for start in range(0, V, BLOCK):
         at = start + lane
         x = tl.load(logits_ptr + row * sl + at, mask=at < V, other=-_INF).to(tl.float32)

@@ -9,7 +9,7 @@ and stale entries behind it are masked now and overwritten later. There is no le
 Two ways to compute the same logits:
 - `LlamaTarget`, written out below for the Llama family (Llama, Mistral without sliding window,
   Qwen2, Qwen3) over fused QKV and gate-up weights. On a CPU the weights are packed once for
-  oneDNN. Packed products give a row the same bits whatever other rows stand beside it (for two
+  oneDNN. Packed products give a row the same bits whatever other rows stand beside it (for four
   rows or more), and so does grouped attention (for four query rows or more): `_MIN_ROWS` and
   `_MIN_QUERIES` pad up to that. This is why speculative and plain decoding agree bit for bit for
   chains, and not just nearly.
@@ -48,7 +48,9 @@ logger = logging.getLogger(__name__)
 
 _FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-_MIN_ROWS = 2  # oneDNN takes another path for a single row of one shape: never give it one
+# oneDNN takes another path for a single row of some shapes, and streams weights a third slower
+# for fewer than four: rows are repeated up to four.
+_MIN_ROWS = 4
 _MIN_QUERIES = 4  # the CPU attention takes another path for fewer query rows
 _READ_STEP = 128  # the cache is read in multiples of this many positions
 
@@ -191,6 +193,7 @@ class _Step:
     bits_BT: Tensor | None
     lengths_B: Tensor
     read: int  # S
+    pick_N: Tensor | None = None  # repeats rows up to _MIN_ROWS
     grouped_mask: Tensor | None = None  # mask_BTS for the stacked query heads, [B, 1, G*T.., S]
 
     def stack_queries(self, group: int) -> None:
@@ -401,12 +404,12 @@ class LlamaTarget:
         step.stack_queries(self.shape.num_heads // self.shape.num_kv_heads)
         num_rows, num_nodes = tokens_BT.shape
         h_NH = self._dense["embed"][tokens_BT.clamp(min=0).reshape(-1)].to(self.act_dtype)
-        if pad := h_NH.shape[0] < _MIN_ROWS:
-            h_NH = h_NH.expand(_MIN_ROWS, -1)
-            step.write_N = step.write_N.expand(_MIN_ROWS)
         position_N = step.position_BT.reshape(-1)
-        if pad:
-            position_N = position_N.expand(_MIN_ROWS)
+        num = num_rows * num_nodes
+        step.pick_N = torch.arange(_MIN_ROWS, device=self.device) % num if num < _MIN_ROWS else None
+        if step.pick_N is not None:
+            h_NH, position_N = h_NH[step.pick_N], position_N[step.pick_N]
+            step.write_N = step.write_N[step.pick_N]
         rope = self._cos[position_N][:, None], self._sin[position_N][:, None]
         taps = []
         for i, layer in enumerate(self.layers):
@@ -417,7 +420,6 @@ class LlamaTarget:
         last_NH = _rms_norm(h_NH, self._dense["norm"], self.eps)
         seen = dict(taps)
         features = torch.cat([seen[i] for i in self.shape.tap_layers], dim=-1)
-        num = num_rows * num_nodes
         result = Taps(
             features[:num].view(num_rows, num_nodes, -1),
             last_NH[:num].view(num_rows, num_nodes, -1),
@@ -458,8 +460,8 @@ class LlamaTarget:
         new = torch.stack([qk[:, s.num_heads :], value], dim=1)
         store.view(-1, *store.shape[2:]).index_copy_(0, step.write_N, new)
         out = attend(qk[: size[0] * size[1], : s.num_heads], store, step, size)
-        if out.shape[0] < h_NH.shape[0]:
-            out = out.expand(h_NH.shape[0], -1)
+        if step.pick_N is not None:
+            out = out[step.pick_N]
         return layer.out(out).to(self.act_dtype)
 
     def _mlp(self, layer: _Layer, h_NH: Tensor) -> Tensor:
