@@ -257,7 +257,7 @@ def loss_case(size: Size, device: torch.device, gen: torch.Generator) -> Case:
 
     def both(loss: Callable[..., K.DraftLoss]) -> tuple[Tensor, Tensor]:
         value = loss(logits, teacher, "lk").loss_N.mean()
-        return value, torch.autograd.grad(value, logits)[0]
+        return value.detach(), torch.autograd.grad(value, logits)[0]
 
     def gate() -> str:
         (a, grad_a), (b, grad_b) = both(K.draft_loss), both(K.draft_loss_ref)
@@ -352,11 +352,11 @@ def forward_us(seconds: float, context: int = 64) -> float:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).eval()
         cache = DynamicCache(config=config)
-        model(torch.zeros(1, context, dtype=torch.int64), past_key_values=cache)
+        model(torch.zeros(1, context, dtype=torch.int64), cache=cache)
 
         def step() -> None:
-            model(torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache)
-            cache.crop(context)
+            model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
+            cache.crop(-1)
 
         return measure(step, torch.device("cpu"), seconds)[1]
 

@@ -114,7 +114,7 @@ def _train_parent(
     settings: Any, name: str, run_dir: Path | None, resume: bool, dry_run: bool
 ) -> None:
     _quiet()
-    from minitlt.launch import finish, launch
+    from minitlt.launch import finish, launch, open_run_folder
     from minitlt.run import last_checkpoint, prepare
 
     run_dir = run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -127,8 +127,7 @@ def _train_parent(
         return
     if resume:
         print(f"resuming from {last_checkpoint(run_dir)}")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(settings.as_yaml(), encoding="utf-8")
+    open_run_folder(run_dir, settings.as_yaml())
     command = [sys.executable, "-m", "minitlt.cli", "train", "--run-dir", str(run_dir)]
     command += ["--resume", str(run_dir)] if resume else ["--config", str(run_dir / "config.yaml")]
     print(f"run folder: {run_dir}")

@@ -64,6 +64,9 @@ class RolloutConfig:
     importance_sampling: str = option(
         "auto", "TRL's correction for sampler/trainer differences: auto (on for bf16), on, off"
     )
+    check_every: int = option(
+        10, "generations between two checks of logprobs against the trainer's; 0 = never"
+    )
     sample_rows: int = option(2, "completions per step kept in the log with their token marks")
 
     def __post_init__(self) -> None:
@@ -79,9 +82,9 @@ class RolloutConfig:
                 )
         if not 0 <= self.epsilon <= 1:
             raise ConfigError(f"rollout.epsilon: {self.epsilon} is not between 0 and 1")
-        for name in ("window", "prefill_chunk"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"rollout.{name}: must be at least 1")
+        for name, least in (("window", 1), ("prefill_chunk", 1), ("check_every", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"rollout.{name}: must be at least {least}")
 
 
 @dataclass

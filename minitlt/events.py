@@ -201,6 +201,7 @@ TRAINER_METRICS: dict[str, tuple[str, str, str]] = {
     "spec/verify_steps": ("", "target forwards after prefill, all ranks", "falls"),
     "rollout/seconds": ("s", "generation seconds of the slowest rank", "falls"),
     "rollout/tokens_per_second": ("tokens/s", "tokens of all ranks per such second", "rises"),
+    "guard/logprob_gap": ("nats", "largest |engine - trainer| logprob of a sample", "below 1e-3"),
 }
 
 

@@ -31,17 +31,18 @@ tokens on a laptop and on a GPU.
 **Two launches.** A verify step reads B x T rows of V logits and needs four numbers of each: the
 best score's token, its logit, and the (max, sum) of the softmax. Launch 1 (`kernels_triton`) cuts
 every row into tiles; one program per (row, tile) divides by T, adds noise, and writes its tile's
-maximum, rescaled sum, best score and id: twenty bytes for every 8,192 logits, each logit read
-once. A program first bounds every lane's score from above with one hardware logarithm (u <= E),
-and computes exact noise only for the lanes whose bound beats the best so far: one or two of 8,192.
-Launch 2 gives each sequence one program: it combines the tiles of a node in a fixed order, takes
-the token, looks for the child that carries it, and walks on until no child does, or a stop id or
-the row's budget ends the walk. The number of tiles depends on V alone, so a row's result does not
-depend on its batch. Nothing V-sized is ever written. Rejection sampling cannot be that cheap: its
-residual max(p - q, 0) needs both softmax normalisers before it can be sampled, so the rejected row
-is read twice.
+maximum, sum, best score and id: some twenty bytes for every 8,192 logits, each logit read once.
+The hash costs ten integer operations; the two logarithms would cost more than the memory traffic,
+so a program bounds every score from above without one (E >= u, and the bits of a float, read as an
+integer, are nearly its logarithm) and scores exactly only the groups of 32 tokens whose bound
+beats the best score so far: one or two of 256. Launch 2 gives each sequence one program: it
+combines the tiles of a node in a fixed order, takes the token, looks for the child that carries
+it, and walks on until no child does, or a stop id or the row's budget ends the walk. The number of
+tiles depends on V alone, so a row's result does not depend on its batch. Nothing V-sized is ever
+written. Rejection sampling cannot be that cheap: its residual max(p - q, 0) needs both softmax
+normalisers before it can be sampled, so the rejected row is read twice.
 
-On a CPU the same race saves the logarithms instead of the bandwidth (`kernels_cpu`).
+On a CPU the same bound turns two logarithms per token into one divide (`kernels_cpu`).
 
 Conventions: ties go to the lowest id; NaN counts as -inf and is counted; +inf is the largest float;
 a row of -inf yields token 0 with logprob -inf; T = 0 is the argmax of the logits, with no noise.
@@ -418,11 +419,7 @@ _TOP_P_FIRST = 256  # tokens that nearly always hold the nucleus
 
 
 def sampling_thresholds(
-    logits_NV: Tensor,
-    temperatures_N: Tensor,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
+    logits_NV: Tensor, temperatures_N: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0
 ) -> Tensor:
     """The smallest logit [N] that temperature -> top_k -> top_p -> min_p keep (not divided by T).
 
@@ -460,9 +457,7 @@ def sampling_thresholds(
 
 
 def accept_chances(
-    ratio_BK: Tensor,
-    num_drafts_B: Tensor,
-    residual_mass: Callable[[Tensor], Tensor] | None,
+    ratio_BK: Tensor, num_drafts_B: Tensor, residual_mass: Callable[[Tensor], Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """(chance [B, K] that coin i comes up, carry [B, K + 1]); residual weights are carry p - q.
 
@@ -483,15 +478,13 @@ def accept_chances(
     rest_BK = mass_BK + 1.0 - carry_BK
     # 0 / 0: this block is certain and p = q behind it, so the next one is certain as well
     chance_BK = torch.where(rest_BK > 0, mass_BK / rest_BK, 1.0)
-    last_BK = (
-        torch.arange(1, ratio_BK.shape[1] + 1, device=ratio_BK.device) == num_drafts_B[:, None]
-    )
-    return torch.where(last_BK, carry_BK, chance_BK), carry_BK1
+    place_K = torch.arange(1, ratio_BK.shape[1] + 1, device=ratio_BK.device)
+    return torch.where(place_K == num_drafts_B[:, None], carry_BK, chance_BK), carry_BK1
 
 
 def num_accepted(passed_BK: Tensor, block: bool) -> Tensor:
-    """Drafts accepted, [B]. Token rule: up to the first failed coin. Block rule: up to the *last*
-    coin that came up, whatever failed before it."""
+    """Drafts accepted [B]: up to the first failed coin; by the block rule, up to the *last* coin
+    that came up, whatever failed before it."""
     if not block:
         return passed_BK.long().cumprod(1).sum(1)
     place_K = torch.arange(1, passed_BK.shape[1] + 1, device=passed_BK.device)
@@ -514,10 +507,8 @@ def residual(p_NV: Tensor, q_NV: Tensor, carry_N: Tensor) -> Tensor:
 def _law(logits_BTV: Tensor, temperatures_B: Tensor) -> Tensor:
     """softmax(logits / T), one-hot at T = 0; fp32 [B, T, V]."""
     x_NV = scaled(logits_BTV.flatten(0, 1), temperatures_B.repeat_interleave(logits_BTV.shape[1]))
-    law_BTV = x_NV.softmax(-1).view(logits_BTV.shape)
-    sure_BTV = torch.zeros_like(law_BTV).scatter_(
-        -1, x_NV.argmax(-1).view(*law_BTV.shape[:2], 1), 1
-    )
+    sure_NV = torch.zeros_like(x_NV).scatter_(-1, x_NV.argmax(-1, keepdim=True), 1.0)
+    law_BTV, sure_BTV = (x.view(logits_BTV.shape) for x in (x_NV.softmax(-1), sure_NV))
     return torch.where((temperatures_B > 0)[:, None, None], law_BTV, sure_BTV)
 
 
@@ -539,14 +530,13 @@ def emit(
     if limits_B is not None:
         num_B = torch.minimum(num_B, limits_B.clamp(min=0))
     live_BD = place_D < num_B[:, None]
-    return Verified(
-        tokens_BD.masked_fill(~live_BD, -1),
-        num_B,
-        logprobs_BD.masked_fill(~live_BD, 0.0),
-        None,
-        torch.where(live_BD, place_D, -1),
-        num_nan_BD.masked_fill(~live_BD, 0).sum(1),
+    tokens_BD, logprobs_BD = (
+        torch.where(live_BD, tokens_BD, -1),
+        torch.where(live_BD, logprobs_BD, 0.0),
     )
+    nodes_BD = torch.where(live_BD, place_D, -1)
+    num_nan_B = num_nan_BD.masked_fill(~live_BD, 0).sum(1)
+    return Verified(tokens_BD, num_B, logprobs_BD, None, nodes_BD, num_nan_B)
 
 
 def rejection_verify_ref(
@@ -571,8 +561,9 @@ def rejection_verify_ref(
     path one read of the draft logits.
     """
     (num_rows, num_drafts), device = drafts_BK.shape, logits_BTV.device
-    num_drafts_B = (drafts_BK >= 0).sum(1)
-    safe_BK = drafts_BK.clamp(min=0)
+    if num_drafts < 1:
+        raise ValueError("drafts_BK needs a column; -1 marks a row that has no draft")
+    num_drafts_B, safe_BK = (drafts_BK >= 0).sum(1), drafts_BK.clamp(min=0)
     p_BTV = _law(logits_BTV, temperatures_B)
     one_hot_BKV = torch.zeros_like(p_BTV[:, :num_drafts]).scatter_(-1, safe_BK[..., None], 1.0)
     q_BKV = one_hot_BKV if draft_logits_BKV is None else _law(draft_logits_BKV, temperatures_B)
@@ -590,11 +581,8 @@ def rejection_verify_ref(
     tau_B = num_accepted(passed_BK, block)
     rows = torch.arange(num_rows, device=device)
     weights_BV = residual(p_BTV[rows, tau_B], q_BTV[rows, tau_B], carry_BT[rows, tau_B])
-    noise_BV = gumbel_noise(
-        stream_keys(keys_B, "residual"),
-        positions_B + tau_B,
-        torch.arange(logits_BTV.shape[-1], device=device),
-    )
+    ids_V, stream_B = torch.arange(p_BTV.shape[-1], device=device), stream_keys(keys_B, "residual")
+    noise_BV = gumbel_noise(stream_B, positions_B + tau_B, ids_V)
     tokens_BT = torch.cat([safe_BK, safe_BK.new_zeros(num_rows, 1)], dim=1)
     tokens_BT[rows, tau_B] = (weights_BV.log() + noise_BV).argmax(-1)
     x_NV = scaled(logits_BTV.flatten(0, 1), temperatures_B.repeat_interleave(num_drafts + 1))

@@ -11,7 +11,7 @@ Letters: as in `kernels`; n rows of one pass, J tiles of W tokens, C candidates.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,6 +24,7 @@ from minitlt import kernels as defs
 from minitlt.kernels import FLT_MAX, INF, MIX1, MIX2, TOKEN, Sampled, Verified
 
 _L2_ENTRIES = 65536  # numbers per temporary; four of them and the logits fit 2 MB
+_HUGE = 1e30
 _TILE = 64  # tokens per tile of the race; a tile is looked at again only if its best may win
 
 
@@ -277,16 +278,16 @@ class _DraftLossPasses:
 
     @staticmethod
     def forward(logits_NV: Tensor, teacher_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        num_rows, vocab = logits_NV.shape
+        num_rows = logits_NV.shape[0]
         kl_N, tv_N, lse_p_N, lse_q_N, over_N = torch.empty(5, num_rows, dtype=torch.float32)
-        for n in _row_chunks(num_rows, vocab):
-            x, t = logits_NV[n].float(), teacher_NV[n].float()
-            lse_q_N[n], lse_p_N[n] = x.logsumexp(-1), t.logsumexp(-1)
-            logq, logp = x - lse_q_N[n, None], t - lse_p_N[n, None]
-            q, p = logq.exp(), logp.exp()
-            kl_N[n] = p.mul(logp.sub_(logq)).masked_fill_(p == 0, 0.0).sum(-1)
-            tv_N[n] = (p - q).abs_().sum(-1).mul_(0.5)
-            over_N[n] = q.masked_fill_(q <= p, 0.0).sum(-1)
+        for n, q, p, above in _loss_chunks(logits_NV):
+            x, y = logits_NV[n].float(), teacher_NV[n].float()
+            lse_q_N[n], lse_p_N[n] = _softmax_(x, q), _softmax_(y, p)
+            # p log p / q = p (y - x) + constants; -inf teacher logits have p = 0
+            gap = torch.clamp(y, min=-_HUGE, out=above).sub_(x).mul_(p)
+            kl_N[n] = gap.sum(-1) + lse_q_N[n] - lse_p_N[n]
+            p, above = _difference_(q, p, above)
+            tv_N[n], over_N[n] = p.mul_(above).sum(-1), q.mul_(above).sum(-1)
         return kl_N, tv_N, torch.stack([lse_p_N, lse_q_N, over_N], dim=1)
 
     @staticmethod
@@ -298,19 +299,38 @@ class _DraftLossPasses:
         tv_grad_N: Tensor,
     ) -> Tensor:
         grad_NV = torch.empty_like(logits_NV)
-        for n in _row_chunks(*logits_NV.shape):
+        for n, q, p, above in _loss_chunks(logits_NV):
             lse_p, lse_q, over = stats_N3[n, :, None].unbind(1)
-            q = (logits_NV[n].float() - lse_q).exp_()
-            p = (teacher_NV[n].float() - lse_p).exp_()
-            above = (q > p).float().sub_(over).mul_(q)
-            grad = q.sub_(p).mul_(kl_grad_N[n, None])
-            grad_NV[n] = grad.addcmul_(above, tv_grad_N[n, None])
+            torch.sub(logits_NV[n].float(), lse_q, out=q).exp_()
+            torch.sub(teacher_NV[n].float(), lse_p, out=p).exp_()
+            p, above = _difference_(q, p, above)
+            above.sub_(over).mul_(q).mul_(tv_grad_N[n, None])
+            grad_NV[n] = p.mul_(kl_grad_N[n, None]).add_(above)
         return grad_NV
 
 
-def _row_chunks(num_rows: int, vocab: int) -> list[slice]:
+def _loss_chunks(logits_NV: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Slices of rows, each with the same three buffers."""
+    num_rows, vocab = logits_NV.shape
     step = max(1, _L2_ENTRIES // max(vocab, 1))
-    return [slice(start, start + step) for start in range(0, num_rows, step)]
+    buffers = torch.empty(3, step, vocab, dtype=torch.float32)
+    for start in range(0, num_rows, step):
+        n = slice(start, min(start + step, num_rows))
+        yield (n, *buffers[:, : n.stop - start])
+
+
+def _softmax_(x_nV: Tensor, out_nV: Tensor) -> Tensor:
+    """softmax(x) into out; returns logsumexp(x)."""
+    top_n1 = x_nV.amax(-1, keepdim=True)
+    total_n1 = torch.sub(x_nV, top_n1, out=out_nV).exp_().sum(-1, keepdim=True)
+    out_nV.div_(total_n1)
+    return (top_n1 + total_n1.log())[:, 0]
+
+
+def _difference_(q: Tensor, p: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+    """q - p into p, and [q > p] into above (a saturated product: torch converts bools slowly)."""
+    torch.sub(q, p, out=p)
+    return p, torch.mul(p, _HUGE, out=above).mul_(_HUGE).clamp_(0.0, 1.0)
 
 
 def draft_loss_cpu(

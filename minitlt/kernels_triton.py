@@ -571,6 +571,8 @@ def rejection_verify_triton(
     """`rejection_verify`: the K rows under test and their drafts' are read once, the row that is
     sampled once more; the block rule reads the tested rows twice, as its masses need both lse."""
     (num_rows, num_drafts), device = drafts_BK.shape, logits_BTV.device
+    if num_drafts < 1:
+        raise ValueError("drafts_BK needs a column; -1 marks a row that has no draft")
     vocab = logits_BTV.shape[-1]
     tile = min(BLOCK, triton.next_power_of_2(vocab))
     num_tiles = triton.cdiv(vocab, tile)

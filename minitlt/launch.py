@@ -2,8 +2,9 @@
 
 The ranks are plain processes that find each other through torch's environment variables, so
 `torchrun` and `accelerate launch` can take this module's place. When one fails, the others are
-ended within seconds and its last error line is the parent's error. Ctrl-C is passed on once: the
-ranks finish their step, write a checkpoint and leave.
+ended within seconds and its last error line is the parent's error. Ctrl-C (or SIGTERM) is passed
+on once: the ranks finish their step, write a checkpoint and leave. Ranks whose parent was killed
+notice it and leave by themselves.
 
 Left out: several nodes (use accelerate), restarts (use `--resume`).
 """
@@ -22,11 +23,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-GRACE_SECONDS = 20.0  # between asking a rank to end and killing it
+GRACE_SECONDS = 8.0  # between asking a rank to end and killing it
 
 
 class RunFailed(RuntimeError):
     """A rank failed; the message is its last error line and where its output is."""
+
+
+def open_run_folder(run_dir: Path, config: str) -> None:
+    """Makes the folder with config.yaml in it. Raises ValueError when it cannot be written."""
+    beside = run_dir / ".config.yaml"
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        beside.write_text(config, encoding="utf-8")
+        beside.replace(run_dir / "config.yaml")
+    except OSError as error:
+        raise ValueError(
+            f"run folder {run_dir} cannot be written: {error.strerror}; choose another --run-dir"
+        ) from error
 
 
 def launch(
@@ -37,9 +51,11 @@ def launch(
     Raises RunFailed when a rank fails, KeyboardInterrupt when the run was interrupted.
     """
     from minitlt.report import watch
+    from minitlt.swap import sweep
 
     logs = run_dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
     processes = _start(command, logs, nproc, on_cpu)
     stop = threading.Event()
     display = threading.Thread(
@@ -52,6 +68,7 @@ def launch(
         stop.set()
         display.join(timeout=5)
         _end(processes)
+        sweep()
     codes = [process.returncode for process in processes]
     if codes.count(130) == nproc or (130 in codes and failed is None):
         raise KeyboardInterrupt
@@ -72,6 +89,7 @@ def _start(
     command: list[str], logs: Path, nproc: int, on_cpu: bool
 ) -> list[subprocess.Popen[bytes]]:
     shared = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    shared["MINITLT_LAUNCHER"] = str(os.getpid())
     shared["WORLD_SIZE"] = shared["LOCAL_WORLD_SIZE"] = str(nproc)
     if on_cpu:
         shared["ACCELERATE_USE_CPU"] = "true"
@@ -105,9 +123,8 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
     while True:
         try:
             codes = [process.poll() for process in processes]
-            for rank, code in enumerate(codes):
-                if code not in (None, 0, 130):
-                    return rank
+            if failed := [(c, rank) for rank, c in enumerate(codes) if c not in (None, 0, 130)]:
+                return min(failed)[1]  # a rank that was killed before those that missed it
             if None not in codes:
                 return None
             time.sleep(0.1)

@@ -56,6 +56,10 @@ class ModelNotFound(ValueError):
     """The model cannot be had; the message is one line that says what would be right."""
 
 
+class HubUnreachable(ModelNotFound):
+    """Nothing is known to be wrong with the name: the Hub did not answer."""
+
+
 def cache_dir() -> Path:
     """Folder for converted models: `$MINITLT_CACHE`, else `~/.cache/minitlt`."""
     return Path(os.environ.get("MINITLT_CACHE") or "~/.cache/minitlt").expanduser()
@@ -97,8 +101,9 @@ def resolve_model(name_or_path: str, hub_timeout: float = 5.0) -> str:
         return _default_model()
     near = difflib.get_close_matches(name, [DEFAULT_MODEL, DEFAULT_HUB_ID], 1, 0.7)
     hint = f"did you mean {near[0]!r}?" if near else f"the default is {DEFAULT_MODEL!r}"
-    raise ModelNotFound(f"model {name!r} is neither a folder with config.json nor on the Hub "
-                        f"({problem}); {hint}")
+    unknown = "/" not in name or problem.startswith("the Hub says 4")
+    raise (ModelNotFound if unknown else HubUnreachable)(
+        f"model {name!r} is neither a folder with config.json nor on the Hub ({problem}); {hint}")
 
 
 def _hub_snapshot(name: str) -> str | None:
@@ -151,6 +156,11 @@ def _probe_hub(name: str, timeout: float) -> str | None:
     from huggingface_hub import hf_hub_url
 
     return hub_answers(hf_hub_url(name, "config.json"), timeout)
+
+
+def default_is_cached() -> bool:
+    """Whether the converted default model is there, whole."""
+    return _copy_is_whole(cache_dir() / _CACHED_NAME)
 
 
 def _copy_is_whole(folder: Path) -> bool:

@@ -21,6 +21,8 @@ Shape suffixes: B rows, T nodes.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ class _Corpus:
         self.min_match, self.num_live = min_match, 0
         self.texts: dict[int, list[int]] = {}
         self.places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        self.prompt_len, self._next = len(prompt), 0
+        self.prompt_len, self.next_text = len(prompt), 0
         self._index(self.open(list(prompt)), 0)
 
     @property
@@ -51,9 +53,9 @@ class _Corpus:
         return sum(map(len, self.texts.values())) - rows * self.prompt_len
 
     def open(self, tokens: list[int]) -> int:
-        self.texts[self._next] = tokens
-        self._next += 1
-        return self._next - 1
+        self.texts[self.next_text] = tokens
+        self.next_text += 1
+        return self.next_text - 1
 
     def append(self, text: int, tokens: list[int]) -> None:
         start = len(self.texts[text])
@@ -62,12 +64,14 @@ class _Corpus:
 
     def _index(self, text: int, start: int) -> None:
         """Enters every n-gram that is followed by a token at `start` or later."""
-        tokens, n = self.texts[text], self.min_match
-        for at in range(max(start, n), len(tokens)):
-            places = self.places.setdefault(tuple(tokens[at - n : at]), [])
-            places.append((text, at))
-            if len(places) > _PLACES:
-                del places[0]
+        for at in range(max(start, self.min_match), len(self.texts[text])):
+            self.enter(text, at)
+
+    def enter(self, text: int, at: int) -> None:
+        places = self.places.setdefault(tuple(self.texts[text][at - self.min_match : at]), [])
+        places.append((text, at))
+        if len(places) > _PLACES:
+            del places[0]
 
     def find(self, tail: list[int], longest: int) -> list[tuple[int, int, int]]:
         """Places where the tail occurred: (match length up to `longest`, text, index of what
@@ -148,6 +152,36 @@ class NgramDrafter:
                 excess -= self._corpora.pop(key).num_tokens
         if excess > 0 or len(corpus.texts) - corpus.num_live > _HALVE_AT:
             corpus.forget_half({text for other, text in self._slots.values() if other is corpus})
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole index, between two rollouts, as int32 tensors: per prompt [length, next text,
+        texts, places], per text [number, length], all tokens, per place [text, index]."""
+        assert not self._slots, "rows are still being generated"
+        corpora = self._corpora.values()
+        texts = [item for c in corpora for item in c.texts.items()]
+        places = [place for c in corpora for found in c.places.values() for place in found]
+        sizes = [
+            [c.prompt_len, c.next_text, len(c.texts), sum(map(len, c.places.values()))]
+            for c in corpora
+        ]
+        lengths = [[number, len(tokens)] for number, tokens in texts]
+        values = {"prompts": sizes, "texts": lengths, "places": places}
+        state = {name: torch.tensor(v, dtype=torch.int32) for name, v in values.items()}
+        flat = [token for _, tokens in texts for token in tokens]
+        return {**state, "tokens": torch.tensor(flat, dtype=torch.int32)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """The order of places is kept, so every later look-up finds the same."""
+        texts, tokens, places = (iter(state[k].tolist()) for k in ("texts", "tokens", "places"))
+        self._corpora.clear()
+        for prompt_len, next_text, num_texts, num_places in state["prompts"].tolist():
+            corpus = _Corpus([], self.min_match)
+            corpus.prompt_len, corpus.next_text = prompt_len, next_text
+            for number, length in islice(texts, num_texts):
+                corpus.texts[number] = list(islice(tokens, length))
+            for text, at in islice(places, num_places):
+                corpus.enter(text, at)
+            self._corpora[tuple(corpus.texts[0])] = corpus
 
     def propose(
         self,

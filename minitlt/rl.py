@@ -43,12 +43,14 @@ from minitlt.eagle3 import (
     start_from_target,
 )
 from minitlt.events import EventLog
+from minitlt.guards import Guards, largest_gap
 from minitlt.kernels import row_key
 from minitlt.spec import Arm, Bandit, Rollout, RolloutEngine, SamplingParams
 from minitlt.spot import INLINE, SpotConfig, SpotTrainer
 from minitlt.target import make_target
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_CHECKED_TOKENS = 256  # of a completion, when logprobs are compared
 _EVAL_GENERATION = 1 << 40  # evaluation draws from generations that training never reaches
 _PASSED = {  # generation settings that the engine has, by TRL's name
     "max_new_tokens": "max_new_tokens",
@@ -93,7 +95,7 @@ class Speculation:
     spot: SpotTrainer
     trainer: DrafterTrainer
     proposer: Eagle3Proposer
-    swaps: list[dict[str, Any]] = field(default_factory=list)
+    ngram: NgramDrafter
 
     @property
     def drafter(self) -> Eagle3Drafter:
@@ -151,6 +153,7 @@ class MiniTLTTrainer(GRPOTrainer):
         self.evaluations = 0
         self._fingerprint: tuple[Any, ...] = ()
         self._progress = Progress()
+        self.guards = Guards(self._write)
         self.last_rollout: Rollout | None = None
         self.last_prompts: list[list[int]] = []
         self.add_callback(RunLogCallback(self))
@@ -178,9 +181,13 @@ class MiniTLTTrainer(GRPOTrainer):
         self._write("rollout_start", step=step, rows=len(prompts), version=parts.trainer.version)
         self._progress = Progress(step=step, last=time.perf_counter())
         rollout = parts.engine.generate(prompts, self.sampling, keys)
+        self.guards.rollout(len(prompts), rollout, trained=parts.trainer.version > 0)
         self._log_rollout(step, rollout)
         if training:
             self._use_idle_time(step, rollout)
+            every = self.rollout_config.check_every
+            if every and (self.generation - 1) % every == 0 and self.sampling.temperature > 0:
+                self._check_logprobs(prompts[0], rollout, keys[0])
         self.last_rollout, self.last_prompts = rollout, prompts
         self._record_metrics("train" if training else "eval", rollout)
         return rollout.completion_ids, rollout.logprobs
@@ -195,6 +202,45 @@ class MiniTLTTrainer(GRPOTrainer):
         engine.target.refresh(full_parameters(model))
         engine.policy_version += 1
         self._fingerprint = fingerprint
+
+    def _check_logprobs(self, prompt: list[int], rollout: Rollout, key: int) -> None:
+        """Row 0's logprobs against those of the trainer's own model, on every rank. Collective.
+
+        If they differ, the engine gets its weights again and the row is drawn once more: that
+        tells weights that were stale from two models that compute something different.
+        """
+        engine = self.speculation.engine
+        narrow = torch.bfloat16 if self.accelerator.mixed_precision != "no" else torch.float32
+        limit = largest_gap([engine.target.dtype, self.model.dtype, narrow])
+        gap = self._logprob_gap(prompt, rollout.completion_ids[0], rollout.logprobs[0])
+        self._metrics["train"]["guard/logprob_gap"].append(gap)
+        if gap <= limit:
+            return
+        self._fingerprint = ()
+        self.refresh_weights()
+        again = engine.generate([prompt], self.sampling, [key])
+        after = self._logprob_gap(prompt, again.completion_ids[0], again.logprobs[0])
+        seen = f"a token's logprob was {gap:.3g} nats off the trainer's, {limit:.3g} allowed; "
+        if after <= limit:
+            self.guards.say("stale_weights", seen + "refreshing the engine's weights mended it")
+        else:
+            self.guards.say("logprobs_differ", f"{seen}{after:.3g} after a refresh of the weights")
+
+    def _logprob_gap(self, prompt: list[int], tokens: list[int], logprobs: list[float]) -> float:
+        """Largest difference of a token's logprob, of all ranks; no generator is touched."""
+        tokens, training = tokens[:_CHECKED_TOKENS], self.model.training
+        ids = torch.tensor([prompt + tokens], device=self.accelerator.device)
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                own, _, _ = self._get_per_token_logps_and_entropies(
+                    self.model, ids, torch.ones_like(ids), len(tokens)
+                )
+        finally:
+            self.model.train(training)
+        gap = (own[0].float() - own.new_tensor(logprobs[: len(tokens)]).float()).abs().max()
+        gap = torch.where(gap.isnan(), torch.inf, gap)
+        return self.accelerator.gather(gap[None]).max().item()
 
     def _row_keys(self, num_rows: int, training: bool) -> list[int]:
         if training:
@@ -303,11 +349,14 @@ class Progress:
 
 
 class RunLogCallback(TrainerCallback):
-    """Writes `update` and sample `row` events of rank 0 from what TRL logs."""
+    """Writes `update` and sample `row` events of rank 0 from what TRL logs; looks at rewards."""
 
     def __init__(self, trainer: MiniTLTTrainer) -> None:
         self.trainer = trainer
         self.taps = [f for f in trainer.reward_funcs if isinstance(f, RewardTap)]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.guards.rewards([tap.function for tap in self.taps])
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs or "reward" not in logs:
@@ -379,7 +428,7 @@ def sampling_params(generation: dict[str, Any]) -> SamplingParams:
 
 
 def build_speculation(
-    model: nn.Module,
+    model: Any,
     rollout: RolloutConfig,
     drafter: DrafterConfig,
     spot: SpotConfig,
@@ -393,7 +442,10 @@ def build_speculation(
     seed: int = 0,
 ) -> Speculation:
     """Target replica, drafters, bandit and idle-time trainer for one rank."""
-    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model
+    if spot.steps_per_window and not drafter.pack_tokens:
+        raise ConfigError("spot.steps_per_window needs drafter.pack_tokens, e.g. 256: otherwise "
+                          "the size of a step follows the clock")  # fmt: skip
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
     auto = torch.bfloat16 if mixed == "bf16" else trains_in
     dtype = DTYPES.get(rollout.dtype, auto)
     target = make_target(
@@ -411,9 +463,10 @@ def build_speculation(
         window=rollout.window,
         seed=seed,
     )
+    ngram = NgramDrafter(drafter)
     engine = RolloutEngine(
         target,
-        [NgramDrafter(drafter), proposer],
+        [ngram, proposer],
         bandit,
         max_rows=rollout.max_rows,
         cache_gb=rollout.cache_gb,
@@ -421,7 +474,7 @@ def build_speculation(
     )
     store = dist.distributed_c10d._get_default_store() if world_size > 1 else dist.HashStore()
     idle = SpotTrainer(trainer, store, rank, world_size, spot, log=log)
-    return Speculation(engine, idle, trainer, proposer)
+    return Speculation(engine, idle, trainer, proposer, ngram)
 
 
 def start_drafter(model: Any, target: Any, settings: DrafterConfig) -> Eagle3Drafter:

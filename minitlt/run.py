@@ -15,9 +15,13 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import signal
+import threading
+import time
 import typing
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, get_dataset, get_peft_config
 from trl.scripts.grpo import GRPOScriptArguments
@@ -50,10 +55,13 @@ from minitlt.report import summarize
 from minitlt.rl import BYPASSES, MiniTLTTrainer, RewardTap
 from minitlt.spec import Arm, Bandit
 from minitlt.spot import SpotConfig
-from minitlt.tasks import Task, load_task, resolve_rewards
+from minitlt.swap import fingerprint
+from minitlt.tasks import Task, encode_prompt, load_task, resolve_rewards
 
 _TRL_CLASSES = (GRPOConfig, ModelConfig, GRPOScriptArguments, DatasetMixtureConfig)
 _STATE = "minitlt"  # our part of a checkpoint folder
+_WHOLE = "whole.json"  # there when the checkpoint is whole: the size of each of its files
+ORPHAN_SECONDS = 40.0  # for the current step and a checkpoint, once the launcher is gone
 _PROOF_GENERATION = 1 << 41  # keys of the final comparison, never used by training
 
 
@@ -160,13 +168,7 @@ def _check_prompts(prepared: Prepared) -> None:
     tokenizer = AutoTokenizer.from_pretrained(prepared.model_path)
     context = AutoConfig.from_pretrained(prepared.model_path).max_position_embeddings
     for i, row in enumerate(prepared.task.rows):
-        prompt = row["prompt"]
-        if isinstance(prompt, str):
-            ids = tokenizer(prompt)["input_ids"]
-        else:
-            ids = tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, return_dict=True
-            )["input_ids"]
+        ids = encode_prompt(tokenizer, row["prompt"])
         if len(ids) >= context:
             raise ConfigError(
                 f"row {i} of task {prepared.task.name!r} has a prompt of {len(ids)} tokens; the "
@@ -181,10 +183,11 @@ def train(prepared: Prepared, run_dir: Path, resume: Path | None = None) -> None
     trainer = _make_trainer(prepared, log)
     if rank == 0:
         _write_run_event(log, prepared, trainer)
+    stop = StopCallback(trainer)
+    leave_with_launcher(trainer.speculation.spot.close)
     if resume:
         load_state(trainer, resume / _STATE)
     trainer.add_callback(StateCallback(trainer))
-    stop = StopCallback(trainer)
     trainer.add_callback(stop)
     try:
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
@@ -267,7 +270,7 @@ def _finish(trainer: MiniTLTTrainer, run_dir: Path, log: EventLog) -> None:
     trainer.save_model(str(run_dir / "policy"))
     if trainer.accelerator.is_main_process:
         save_drafter(run_dir / "drafter", trainer.speculation.drafter)
-        measured = compare_plain(trainer)
+        measured = compare_plain(trainer) if trainer.last_prompts else {}
         log.write("summary", **{**summarize(read_events(run_dir / "events.jsonl")), **measured})
     trainer.accelerator.end_training()
 
@@ -302,51 +305,150 @@ def count_mismatches(left: list[list[int]], right: list[list[int]]) -> int:
 
 
 class StateCallback(TrainerCallback):
-    """Puts drafter, bandit, buffer statistics and key counters into every checkpoint."""
+    """Completes every checkpoint with what is ours, then removes old ones (`save_total_limit`).
+
+    The trainer would remove the old ones before the new one is whole, so its own limit is lifted.
+    """
 
     def __init__(self, trainer: MiniTLTTrainer) -> None:
         self.trainer = trainer
+        self.limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}" / _STATE
-        save_state(self.trainer, folder)
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        save_state(self.trainer, folder / _STATE)
+        self.trainer.accelerator.wait_for_everyone()
+        if self.trainer.accelerator.is_main_process:
+            seal(folder)
+            kept = {state.best_model_checkpoint} - {None}
+            for path in checkpoints(folder.parent):
+                if len(kept) < (self.limit or len(kept) + 1) and is_whole(path):
+                    kept.add(str(path))
+                elif str(path) not in kept:
+                    shutil.rmtree(path)
 
 
 def save_state(trainer: MiniTLTTrainer, folder: Path) -> None:
-    """This rank's part of a checkpoint: tensors as safetensors, the rest as JSON, both atomic."""
+    """This rank's part of a checkpoint: one file of tensors with a checksum, renamed into place.
+
+    It holds drafter, optimizer, replay buffer, n-gram index, bandit, counters and, in the middle of
+    a generation, the batches that TRL has not trained on yet.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rank, parts = trainer.accelerator.process_index, trainer.speculation
-    tensors = {k: v.detach().cpu().contiguous() for k, v in parts.trainer.state_dict().items()}
-    plain = {
-        "generation": trainer.generation,
-        "evaluations": trainer.evaluations,
-        "bandit": parts.engine.bandit.state_dict(),
+    every = trainer.args.steps_per_generation * trainer.args.num_iterations
+    batches = (trainer._buffered_inputs or []) if trainer._step % every else []
+    pieces = {"trainer": parts.trainer.state_dict(), "ngram": parts.ngram.state_dict()}
+    pieces |= {f"batch{i}": batch for i, batch in enumerate(batches)}
+    tensors = {
+        f"{piece}.{name}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for piece, values in pieces.items()
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor)
     }
-    for name, write in (
-        (f"rank{rank}.safetensors", lambda path: save_file(tensors, path)),
-        (f"rank{rank}.json", lambda path: Path(path).write_text(json.dumps(plain))),
-    ):
-        beside = folder / f".{name}"
-        write(beside)
-        beside.replace(folder / name)
+    plain = {
+        "ranks": trainer.accelerator.num_processes,
+        "counters": {name: getattr(trainer, name) for name in _COUNTERS},
+        "policy_version": parts.engine.policy_version,
+        "bandit": parts.engine.bandit.state_dict(),
+        "batches": [
+            {name: value for name, value in batch.items() if not isinstance(value, torch.Tensor)}
+            for batch in batches
+        ],
+    }
+    tensors["plain"] = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
+    path = folder / f"rank{rank}.safetensors"
+    save_file(tensors, path.with_suffix(".tmp"), {"crc32": fingerprint(tensors)})
+    path.with_suffix(".tmp").replace(path)
+
+
+_COUNTERS = ("generation", "evaluations", "_step")  # _step: TRL's, of micro batches
 
 
 def load_state(trainer: MiniTLTTrainer, folder: Path) -> None:
-    """Raises ConfigError when this rank's part of the checkpoint is missing or torn."""
+    """Raises ConfigError when this rank's part of the checkpoint is missing, torn or foreign."""
     rank, parts = trainer.accelerator.process_index, trainer.speculation
+    path, ranks = folder / f"rank{rank}.safetensors", trainer.accelerator.num_processes
+    pieces: dict[str, dict[str, Any]] = {}
     try:
-        plain = json.loads((folder / f"rank{rank}.json").read_text())
-        tensors = load_file(folder / f"rank{rank}.safetensors")
-        trainer.generation = plain["generation"]
-        trainer.evaluations = plain["evaluations"]
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if fingerprint(tensors) != (file.metadata() or {}).get("crc32"):
+                raise ValueError("its checksum is wrong")
+        for name, tensor in tensors.items():
+            piece, _, rest = name.partition(".")
+            pieces.setdefault(piece, {})[rest] = tensor
+        plain = json.loads(pieces["plain"][""].numpy().tobytes())
+        if plain["ranks"] != ranks:
+            raise ValueError(f"the run had {plain['ranks']} ranks, not {ranks}")
+        for name in _COUNTERS:
+            setattr(trainer, name, plain["counters"][name])
+        parts.engine.policy_version = plain["policy_version"]
         parts.engine.bandit.load_state_dict(plain["bandit"])
-        parts.trainer.load_state_dict(tensors)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        parts.trainer.load_state_dict(pieces["trainer"])
+        parts.ngram.load_state_dict(pieces["ngram"])
+        batches = [{**b, **pieces[f"batch{i}"]} for i, b in enumerate(plain["batches"])]
+        trainer._buffered_inputs = batches or None
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"{folder} does not hold what rank {rank} needs to resume ({error}); resume with as "
-            "many ranks as the run had, or start a new run"
+            f"{path} does not hold what rank {rank} needs to resume ({error}); remove that "
+            "checkpoint to resume from the one before, or start a new run"
         ) from error
     parts.proposer.reload()
+
+
+def seal(folder: Path) -> None:
+    """Marks a checkpoint as whole, once all ranks' files are there and on the disk."""
+    sizes = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != _WHOLE:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            sizes[str(path.relative_to(folder))] = path.stat().st_size
+    beside = folder / _STATE / ".whole"
+    beside.write_text(json.dumps(sizes), encoding="utf-8")
+    beside.replace(folder / _STATE / _WHOLE)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the checkpoint was sealed and its files still have the sizes they had then."""
+    try:
+        sizes = json.loads((folder / _STATE / _WHOLE).read_text(encoding="utf-8"))
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """All checkpoints in a folder, newest first, whole or not."""
+    found = [p for p in folder.glob("checkpoint-*") if p.name.split("-")[-1].isdigit()]
+    return sorted(found, key=lambda p: -int(p.name.split("-")[-1]))
+
+
+def last_checkpoint(run_dir: Path) -> Path:
+    """The newest whole checkpoint of a run. Raises ConfigError that says what is missing."""
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"{run_dir} is not a run folder: it holds no config.yaml")
+    for path in checkpoints(run_dir / "checkpoints"):
+        if is_whole(path):
+            return path
+    raise ConfigError(f"{run_dir} holds no whole checkpoint to resume from; start a new run")
+
+
+def leave_with_launcher(close: Callable[[], None]) -> None:
+    """A rank whose launcher was killed stops as after Ctrl-C; after ORPHAN_SECONDS at any cost."""
+    launcher = int(os.environ.get("MINITLT_LAUNCHER", "0"))
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ORPHAN_SECONDS)
+        close()
+        os._exit(1)
+
+    if launcher:
+        threading.Thread(target=watch, name="minitlt-launcher", daemon=True).start()
 
 
 class StopCallback(TrainerCallback):
@@ -371,15 +473,3 @@ class StopCallback(TrainerCallback):
             self.asked = bool(flag.item())
         if self.asked:
             control.should_save = control.should_training_stop = True
-
-
-def last_checkpoint(run_dir: Path) -> Path:
-    """The newest whole checkpoint of a run. Raises ConfigError that says what is missing."""
-    folder = run_dir / "checkpoints"
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir} is not a run folder: it holds no config.yaml")
-    found = [p for p in folder.glob("checkpoint-*") if p.name.split("-")[-1].isdigit()]
-    for path in sorted(found, key=lambda p: -int(p.name.split("-")[-1])):
-        if (path / "trainer_state.json").is_file() and any((path / _STATE).glob("rank*.json")):
-            return path
-    raise ConfigError(f"{run_dir} holds no whole checkpoint to resume from; start a new run")

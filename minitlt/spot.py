@@ -110,6 +110,11 @@ class SpotConfig:
     publish_seconds: float = _help("seconds between two publications of a harvesting rank", 2.0)
     max_train_step_ms: float = _help("longest train step wished; 0: 50 on GPU, 250 on CPU", 0.0)
     inline_fraction: float = _help("inline: training time as a fraction of rollout time", 0.1)
+    steps_per_window: int = _help(
+        "train steps per window, whatever the clock says, and no swaps: with drafter.pack_tokens "
+        "and one arm, a resumed run equals an uninterrupted one to the bit; 0 = by the clock",
+        0,
+    )
     lost_rank_seconds: float = _help(
         "a rank silent for this long is lost; more than the longest pause between two polls", 60.0
     )
@@ -120,7 +125,7 @@ class SpotConfig:
         for name in ("publish_seconds", "lost_rank_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"spot.{name} must be positive, not {getattr(self, name)}")
-        for name in ("inline_fraction", "max_train_step_ms"):
+        for name in ("inline_fraction", "max_train_step_ms", "steps_per_window"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"spot.{name} cannot be negative, but is {getattr(self, name)}")
 
@@ -223,7 +228,7 @@ class SpotTrainer:
         self._step, self._window = step, self._window + 1
         self._freshest = (self._window, 0)
         self._ranks.open_window(self._window)
-        self._files.sweep()
+        swap.sweep(self._files.own.parent)
         self._enter(GENERATING)
 
     def poll(self) -> Swap | None:
@@ -243,15 +248,21 @@ class SpotTrainer:
         if self.mode == OFF:
             return receipt
         self._ranks.count_done()
-        while (end := self._ranks.window_end(self._opened)) is None:
+        while (end := self._ranks.window_end(self._opened)) is None or self._owes(receipt):
             self._ranks.beat()
             self._ranks.watch()
-            if self._train_step(receipt):
+            wanted = not self.config.steps_per_window or self._owes(receipt)
+            if wanted and self._train_step(receipt):
                 self._publish_if_due(receipt)
-            else:
+            elif end is None:
                 time.sleep(NAP_S)
+            else:  # steps are owed and there is nothing to train on
+                break
         self._close_window(receipt, end)
         return self._merge(receipt)
+
+    def _owes(self, receipt: Receipt) -> bool:
+        return receipt.drafter_steps < self.config.steps_per_window
 
     def inline(self, step: int, rollout_seconds: float) -> Receipt:
         """Mode inline: train for `inline_fraction` of the rollout's seconds, then merge."""
@@ -259,9 +270,10 @@ class SpotTrainer:
         if self.mode == OFF:
             return receipt
         end = self._opened + self.config.inline_fraction * rollout_seconds
-        while self.clock() < end and self._train_step(receipt):
+        fixed = self.config.steps_per_window > 0
+        while (self._owes(receipt) if fixed else self.clock() < end) and self._train_step(receipt):
             pass
-        self._close_window(receipt, end)
+        self._close_window(receipt, self.clock() if fixed else end)
         return self._merge(receipt)
 
     def checkpoint(self, path: str | Path) -> Future[Path]:
@@ -354,7 +366,7 @@ class SpotTrainer:
             self._write("harvest_step", step=self._step, loss=loss, seconds=seconds, **fields)
         on_gpu = next(iter(self.trainable.tensors().values())).is_cuda
         limit_ms = self.config.max_train_step_ms or (50.0 if on_gpu else 250.0)
-        if seconds * 1000 > limit_ms:
+        if seconds * 1000 > 2 * limit_ms:  # half as much again is the clock's noise
             message = f"{seconds * 1000:.0f} ms, {limit_ms:.0f} ms wished: preemption is slow"
             self._guard("long_train_step", message)
         return True
@@ -377,7 +389,7 @@ class SpotTrainer:
     # Hot swap.
 
     def _publish_if_due(self, receipt: Receipt) -> None:
-        if (started := self.clock()) >= self._next_publish:
+        if (started := self.clock()) >= self._next_publish and not self.config.steps_per_window:
             receipt.published += self._publish(receipt.drafter_steps)
             took = self.clock() - started
             pause = max(self.config.publish_seconds, took / PUBLISH_SHARE)

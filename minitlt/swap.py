@@ -32,6 +32,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 FORMAT = "minitlt-swap-1"
+_SHARED = "/dev/shm"
 NUMBERS = ("step", "window", "drafter_steps", "version", "rank")  # of the header, beside crc32
 
 _KINDS = {
@@ -61,7 +62,7 @@ class SharedFiles:
         paths = [directory / f"minitlt-{token}-r{r}.safetensors" for r in range(world_size)]
         self.own = paths[rank]
         self.others = {other: path for other, path in enumerate(paths) if other != rank}
-        self.sweep()
+        sweep(directory)
         self._lock = _hold(self.own.with_suffix(".lock"))
 
     def write(self, tensors: Tensors, numbers: dict[str, int]) -> int:
@@ -83,25 +84,31 @@ class SharedFiles:
             raise
         return size
 
-    def sweep(self) -> None:
-        """Removes what dead processes of this user left, of this run or any other."""
-        for entry in os.scandir(self._directory):
-            if not re.fullmatch(r"minitlt-\w+-r\d+\.lock", entry.name):
-                continue
-            with suppress(FileNotFoundError, PermissionError, BlockingIOError):
-                if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
-                    continue
-                lock = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: it lives
-                    if _still_names(Path(entry.path), lock):
-                        _remove_all(Path(entry.path))
-                finally:
-                    os.close(lock)
-
     def remove(self) -> None:
         _remove_all(self.own.with_suffix(".lock"))
         os.close(self._lock)
+
+
+def sweep(directory: Path | None = None) -> None:
+    """Removes what dead processes of this user left, of any run. None: wherever we put files."""
+    if directory is None:
+        for place in {_SHARED, tempfile.gettempdir()}:
+            if os.path.isdir(place):
+                sweep(Path(place))
+        return
+    for entry in os.scandir(directory):
+        if not re.fullmatch(r"minitlt-\w+-r\d+\.lock", entry.name):
+            continue
+        with suppress(FileNotFoundError, PermissionError, BlockingIOError):
+            if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                continue
+            lock = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: it lives
+                if _still_names(Path(entry.path), lock):
+                    _remove_all(Path(entry.path))
+            finally:
+                os.close(lock)
 
 
 def fingerprint(tensors: Tensors) -> str:
@@ -172,9 +179,8 @@ def copy_durably(source: int, path: Path) -> Path:
 
 def roomy_directory(size: int) -> str:
     """/dev/shm, unless it is missing, closed or has no room for `size` bytes (64 MB in Docker)."""
-    shared = "/dev/shm"
-    usable = os.path.isdir(shared) and os.access(shared, os.W_OK | os.X_OK)
-    return shared if usable and shutil.disk_usage(shared).free > size else tempfile.gettempdir()
+    usable = os.path.isdir(_SHARED) and os.access(_SHARED, os.W_OK | os.X_OK)
+    return _SHARED if usable and shutil.disk_usage(_SHARED).free > size else tempfile.gettempdir()
 
 
 def _layout(tensors: Tensors, metadata: dict[str, str]) -> tuple[bytes, list[memoryview]]:

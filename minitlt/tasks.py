@@ -135,6 +135,14 @@ def load_task(name: str, *, size: int = 500, seed: int = 0, system: str | None =
     return Task(name, rows, functions, weights)
 
 
+def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
+    """Token ids of a prompt as TRL sees it: text as it is, messages through the chat template."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True,
+                                              return_dict=True)["input_ids"])
+
+
 def completion_text(completion: str | list[dict[str, Any]]) -> str:
     """The text of a completion in TRL's standard (str) or conversational (messages) form."""
     if isinstance(completion, str):
@@ -491,7 +499,7 @@ HUB_SETS = {
 def _hub_rows(name: str, size: int, style: PromptStyle, options: dict[str, Any],
               hub_timeout: float = 5.0) -> list[Row]:
     """Rows of a Hub data set; the Hub gets seconds to answer, not minutes of retries."""
-    from minitlt.models import hub_answers
+    from minitlt.models import HubUnreachable, hub_answers
 
     path, config, split, question, answer = HUB_SETS.get(
         name, (name.removeprefix("hub:"), None, "train", "question", "answer"))
@@ -505,15 +513,17 @@ def _hub_rows(name: str, size: int, style: PromptStyle, options: dict[str, Any],
     if not constants.HF_HUB_OFFLINE:  # offline, `datasets` itself looks into its cache at once
         problem = hub_answers(f"{constants.ENDPOINT}/api/datasets/{path}", hub_timeout)
         if problem:
-            raise ValueError(f"data set {path!r} cannot be loaded: {problem}; set HF_HUB_OFFLINE=1 "
-                             "to use a cached copy, or take a reasoning-gym task or a .jsonl file")
+            kind = ValueError if problem.startswith("the Hub says 4") else HubUnreachable
+            raise kind(f"data set {path!r} cannot be loaded: {problem}; set HF_HUB_OFFLINE=1 "
+                       "to use a cached copy, or take a reasoning-gym task or a .jsonl file")
     try:
         load: Any = import_module("datasets").load_dataset
         dataset = load(path, given["config"], split=given["split"])
     except Exception as error:  # hub, network, parser and cache errors of many types
         said = str(error).splitlines()[0] if str(error) else ""
-        raise ValueError(f"data set {path!r} cannot be loaded: {type(error).__name__}: {said}; "
-                         "take a reasoning-gym task or a .jsonl file instead") from error
+        kind = HubUnreachable if constants.HF_HUB_OFFLINE else ValueError
+        raise kind(f"data set {path!r} cannot be loaded: {type(error).__name__}: {said}; "
+                   "take a reasoning-gym task or a .jsonl file instead") from error
     for column in (given["question"], given["answer"]):
         if column not in dataset.column_names:
             raise ValueError(f"data set {path!r} has no column {column!r} but "

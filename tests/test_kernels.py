@@ -1,8 +1,12 @@
 """The noise, the CPU path against the definition, and every verification rule by enumeration."""
 
+import importlib.util
 import itertools
+import json
 import logging
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -468,6 +472,13 @@ def test_ratio_test_self_draft_short_rows_greedy_and_cuts():
     assert float(out.logprobs_BD[0, 0]) == pytest.approx(float(want), abs=1e-5)
 
 
+def test_ratio_test_of_no_rows_and_of_no_drafts():
+    args = [x[:0] for x in ratio_inputs(2, 9, 3)]
+    assert K.rejection_verify(*args).tokens_BD.shape == (0, 4)
+    with pytest.raises(ValueError, match="needs a column"):
+        K.rejection_verify(args[0][:, :1], None, args[2][:, :0], *args[3:])
+
+
 def test_strict_coins_and_empty_residuals(monkeypatch: pytest.MonkeyPatch):
     p = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]).log()[None]
     args = (torch.tensor([[0]]), keys(1), torch.tensor([0]), torch.ones(1))
@@ -626,3 +637,29 @@ def test_dispatch_obeys_the_environment_and_says_so_once(monkeypatch, caplog):
             K.coupled_verify(**hard_batch(2))
     said = [r.getMessage() for r in caplog.records]
     assert said == ["kernels: coupled_verify runs as ref (MINITLT_KERNELS=ref)"]
+
+
+def test_benchmark_reports_no_speed_behind_a_failed_gate(tmp_path, monkeypatch, capsys):
+    path = Path(__file__).parent.parent / "benchmarks" / "kernels.py"
+    spec = importlib.util.spec_from_file_location("kernel_benchmark", path)
+    bench = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "kernel_benchmark", bench)
+    spec.loader.exec_module(bench)
+    small = bench.Size(300, 2, 1, 100, 3, torch.float32)
+    monkeypatch.setattr(bench, "CPU", small)
+    monkeypatch.setattr(bench, "forward_us", lambda seconds: 1e6)
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda *_: 1e9)
+    out = tmp_path / "result.json"
+    arguments = ["--device", "cpu", "--seconds", "0.01", "--out", str(out)]
+    assert bench.main(arguments) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report == json.loads(out.read_text())
+    assert all(op["gate"] == "passed" and op["us"] > 0 for op in report["ops"].values())
+    assert 0 < report["cpu_verify_share_of_forward"] < 1
+    broken = K.gumbel_topk_ref(torch.zeros(2, 100), keys(2), torch.arange(2), torch.zeros(2), 1)
+    monkeypatch.setattr(K, "gumbel_topk", lambda *a: broken)
+    assert bench.main(arguments) == 1
+    ops = json.loads(out.read_text())["ops"]
+    assert ops["gumbel_topk"]["gate"].startswith("failed")
+    assert "us" not in ops["gumbel_topk"]
+    assert "us" in ops["draft_loss"]

@@ -242,7 +242,7 @@ def big_batch(dtype: torch.dtype) -> dict:
     logits = (torch.randn(8, 5, 151_936, generator=gen) * 3).to(dtype)
     temps = torch.tensor([1.0, 0.0, 0.6, 1.3, 1.0, 1e-5, 1.0, 0.9])
     batch = {"logits_BTV": logits, "keys_B": keys(8), "positions_B": torch.arange(8)}
-    batch |= {"temperatures_B": temps, "parents_BT": torch.arange(-1, 4).expand(8, -1)}
+    batch |= {"temperatures_B": temps, "parents_BT": torch.arange(-1, 4).repeat(8, 1)}
     batch["tokens_BT"] = torch.zeros(8, 5, dtype=torch.int64)
     for node in range(4):  # rows 0..3 draft what will be sampled, the others stop at once
         top = K.gumbel_topk(logits[:, node], keys(8), torch.arange(8) + node, temps, 1)

@@ -36,11 +36,12 @@ ALLOWED = {
     "pictures": {"events", "report", "charts"},
     "page": {"events", "report", "charts", "pictures"},
     # training
-    "rl": {"config", "distill", "draft", "drafter", "eagle3", "ngram", "events", "kernels", "spec",
-           "spot", "target"},
+    "guards": {"spec"},
+    "rl": {"config", "distill", "draft", "drafter", "eagle3", "ngram", "events", "guards", "kernels",
+           "spec", "spot", "target"},
     "run": {"config", "distill", "drafter", "eagle3", "export", "events", "kernels", "models",
-            "report", "rl", "spec", "spot", "tasks"},
-    "launch": {"report", "page"},
+            "report", "rl", "spec", "spot", "swap", "tasks"},
+    "launch": {"report", "page", "swap"},
     "cli": {"config", "launch", "models", "page", "report", "run"},
 }  # fmt: skip
 LIGHT = ["config", "models", "tasks", "events", "report", "charts", "pictures", "page", "cli"]

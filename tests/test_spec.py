@@ -347,6 +347,18 @@ def test_bandit_does_not_try_what_cannot_win():
         assert picks.count("off") >= 24, (active, picks)
 
 
+def test_bandit_sees_acceptance_below_one_half():
+    """Alone, two tokens every other step beat one token every step: the mean tells, a median of
+    tokens per second would not."""
+    bandit = Bandit(ARMS[:1] + ARMS[2:], epsilon=0.0, tries=4)
+    picks = []
+    for i in range(100):
+        arm = bandit.choose(1)
+        picks.append(arm.name)
+        bandit.record(1, arm, 1 + (arm.source == "eagle" and i % 5 < 2), 0.05)
+    assert picks.count("eagle-4") > 80
+
+
 def test_bandit_tries_again_after_the_drafter_has_changed():
     useless = dict.fromkeys(ACCEPT, 1)
     bandit = Bandit(ARMS, epsilon=0.05, seed=1)

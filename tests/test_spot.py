@@ -525,7 +525,7 @@ def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
     one = swap.SharedFiles(tmp_path, "run_number_1", 0, 2)
     one.write(FakeTrainer().tensors(), dict.fromkeys(swap.NUMBERS, 1))
     two = swap.SharedFiles(tmp_path, "run_number_2", 1, 2)
-    two.sweep()
+    swap.sweep(tmp_path)
     assert one.own.exists() and not any(path.exists() for path in two.others.values())
     with pytest.raises(RuntimeError, match="live process already shares drafters"):
         swap.SharedFiles(tmp_path, "run_number_1", 0, 2)

