@@ -53,14 +53,22 @@ def _one_line_errors(command: Callable[..., Any]) -> Callable[..., Any]:
 def train(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option(help="A YAML file instead of a recipe.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME-TIME.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Run folder; default runs/NAME-TIME.")
+    ] = None,
     nproc: Annotated[int, typer.Option(help="Ranks; 0 = as the recipe says.")] = 0,
+    accelerate_config: Annotated[
+        str, typer.Option(help="Launch through accelerate: fsdp2, zero2, zero3, .. or a file.")
+    ] = "",
     dry_run: Annotated[bool, typer.Option(help="Check everything, print it, run nothing.")] = False,
+    smoke: Annotated[bool, typer.Option(help="Two steps of tiny sizes, to try the path.")] = False,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run folder.")] = None,
 ) -> None:
     """Train with GRPO: minitlt train [RECIPE] [--any_field_of_TRLs_or_ours VALUE ..].
 
-    The first word may name a recipe (see `minitlt recipes`).
+    The first word may name a recipe (see `minitlt recipes`). Under torchrun or accelerate launch
+    it runs in place. Ctrl-C, or a file named `stop` in the run folder, ends it after the current
+    step with a checkpoint.
 
     Examples:
 
@@ -70,15 +78,19 @@ def train(
 
         minitlt train --config my.yaml --dry-run
 
+        minitlt train 02_one_gpu_gsm8k --smoke
+
+        minitlt train 05_fsdp2_7b --nproc 8 --accelerate-config fsdp2
+
         minitlt train --resume runs/01_smollm2_cpu-20260101-120000
     """
-    from minitlt.config import DEFAULT_RECIPE, find_recipe, load_config, parse_overrides
+    from minitlt.config import load_config, shrink
 
-    arguments = list(context.args)
-    recipe = arguments.pop(0) if arguments and not arguments[0].startswith("--") else ""
-    overrides = parse_overrides(arguments)
+    recipe, overrides = _recipe_and_overrides(context)
     if nproc:
         overrides["nproc"] = nproc
+    if accelerate_config:
+        overrides["accelerate_config"] = accelerate_config
     if resume is not None:
         if recipe or config:
             _fail("--resume goes on with the run's own config; leave recipe and --config out")
@@ -86,28 +98,54 @@ def train(
         if not source.is_file():
             _fail(f"{resume} is not a run folder: it holds no config.yaml")
         run_dir = resume
-    elif recipe and config:
-        _fail("give a recipe or --config, not both")
     else:
-        source = config or find_recipe(recipe or DEFAULT_RECIPE)
+        source = _source(recipe, config)
     settings = load_config(source, overrides)
+    if smoke:
+        shrink(settings, overrides)
+    os.environ.update(settings.env)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _train_rank(settings, run_dir or Path("runs") / source.stem, resume is not None)
     else:
         _train_parent(settings, source.stem, run_dir, resume is not None, dry_run)
 
 
+def _recipe_and_overrides(context: typer.Context) -> tuple[str, dict[str, Any]]:
+    """The words behind a command: [RECIPE] [--key VALUE ..]."""
+    from minitlt.config import parse_overrides
+
+    arguments = list(context.args)
+    recipe = arguments.pop(0) if arguments and not arguments[0].startswith("--") else ""
+    return recipe, parse_overrides(arguments)
+
+
+def _source(recipe: str, config: Path | None) -> Path:
+    from minitlt.config import DEFAULT_RECIPE, find_recipe
+
+    if recipe and config:
+        _fail("give a recipe or --config, not both")
+    return config or find_recipe(recipe or DEFAULT_RECIPE)
+
+
 def _train_rank(settings: Any, run_dir: Path, resume: bool) -> None:
     """One rank of a run, under our launcher, torchrun or accelerate."""
     _quiet()
+    from minitlt.launch import finish, open_run_folder
     from minitlt.run import last_checkpoint, prepare, train
 
-    run_dir.mkdir(parents=True, exist_ok=True)
+    alone = "MINITLT_LAUNCHER" not in os.environ  # no parent of ours looks after the folder
     prepared = prepare(settings, run_dir, int(os.environ["WORLD_SIZE"]))
+    first = os.environ["RANK"] == "0"
+    if alone and first:
+        open_run_folder(run_dir, settings.as_yaml())
+        (run_dir / "stop").unlink(missing_ok=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
     try:
         train(prepared, run_dir, last_checkpoint(run_dir) if resume else None)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    if alone and first:
+        finish(run_dir)
 
 
 def _train_parent(
@@ -120,7 +158,8 @@ def _train_parent(
     run_dir = run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not resume and (run_dir / "events.jsonl").exists():
         _fail(f"{run_dir} already holds a run; choose another --run-dir or use --resume {run_dir}")
-    prepared = prepare(settings, run_dir)
+    launcher = _accelerate(settings, dry_run) if settings.accelerate_config else []
+    prepared = prepare(settings, run_dir, lazy=dry_run)
     if dry_run:
         print(settings.as_yaml(), end="")
         print("\n".join(f"# {line}" for line in prepared.algebra))
@@ -128,7 +167,8 @@ def _train_parent(
     if resume:
         print(f"resuming from {last_checkpoint(run_dir)}")
     open_run_folder(run_dir, settings.as_yaml())
-    command = [sys.executable, "-m", "minitlt.cli", "train", "--run-dir", str(run_dir)]
+    _check_devices(settings.nproc, bool(prepared.args.use_cpu), bool(launcher))
+    command = [sys.executable, *launcher, "-m", "minitlt.cli", "train", "--run-dir", str(run_dir)]
     command += ["--resume", str(run_dir)] if resume else ["--config", str(run_dir / "config.yaml")]
     print(f"run folder: {run_dir}")
     try:
@@ -138,11 +178,43 @@ def _train_parent(
             settings.nproc,
             prepared.args.max_steps,
             on_cpu=bool(prepared.args.use_cpu),
+            agent=bool(launcher),
         )
     except KeyboardInterrupt:
         print(f"\nstopped; go on with: minitlt train --resume {run_dir}", file=sys.stderr)
         raise typer.Exit(130) from None
     finish(run_dir)
+
+
+def _accelerate(settings: Any, dry_run: bool) -> list[str]:
+    """The words that make accelerate launch the ranks; refuses what this machine cannot do."""
+    from importlib.util import find_spec
+
+    import yaml
+
+    from minitlt.config import accelerate_file
+    from minitlt.launch import free_port
+
+    name, file = settings.accelerate_config, accelerate_file(settings.accelerate_config)
+    wish = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    if wish.get("distributed_type") == "DEEPSPEED" and not find_spec("deepspeed") and not dry_run:
+        _fail(f"accelerate_config {name}: needs deepspeed; pip install deepspeed")
+    if not wish.get("use_cpu") and not dry_run:
+        import torch
+
+        if not torch.cuda.is_available():
+            _fail(f"accelerate_config {name}: needs GPUs, and torch sees none here")
+    port = ["--main_process_port", str(free_port())]
+    return ["-m", "accelerate.commands.launch", "--config_file", str(file), *port,
+            "--num_processes", str(settings.nproc)]  # fmt: skip
+
+
+def _check_devices(nproc: int, on_cpu: bool, accelerated: bool) -> None:
+    import torch
+
+    there = torch.cuda.device_count()
+    if not on_cpu and not accelerated and nproc > there:
+        _fail(f"nproc {nproc}: this machine has {there} GPUs; lower --nproc or give --use_cpu true")
 
 
 def _quiet() -> None:
@@ -157,7 +229,9 @@ def _quiet() -> None:
 @_one_line_errors
 def report(
     runs: Annotated[list[Path], typer.Argument(help="One run folder, or several to compare.")],
-    out: Annotated[Path | None, typer.Option(help="The HTML file; default RUN/report.html.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The HTML file; default RUN/report.html.")
+    ] = None,
 ) -> None:
     """Draw a run's report again, or one page that compares several runs.
 
@@ -186,8 +260,250 @@ def recipes() -> None:
         print(f"{name:24} {first.lstrip('# ')}")
 
 
+@app.command()
+@_one_line_errors
+def copy(
+    recipe: Annotated[str, typer.Argument(help="Its name, or the beginning of it.")],
+    dest: Annotated[Path, typer.Argument(help="A new file, or a folder.")],
+) -> None:
+    """Copy a recipe, to change it.
+
+    Example:
+
+        minitlt copy 01_smollm2_cpu my.yaml
+    """
+    from minitlt.config import find_recipe
+
+    source = find_recipe(recipe)
+    target = dest / source.name if dest.is_dir() else dest
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except OSError as error:
+        _fail(f"cannot write {target}: {error.strerror}")
+    print(f"{target}; run it with: minitlt train --config {target}")
+
+
+@app.command()
+@_one_line_errors
+def generate(
+    model: Annotated[str, typer.Option(help="Folder, Hub id, or smollm2-135m.")] = "smollm2-135m",
+    drafter: Annotated[str, typer.Option(help="Run folder, drafter folder or Hub id.")] = "",
+    prompts: Annotated[Path | None, typer.Option(help="JSONL file, 'prompt' per line.")] = None,
+    prompt: Annotated[str, typer.Option(help="One prompt; its text is shown as it grows.")] = "",
+    out: Annotated[Path | None, typer.Option(help="JSONL file; rows in it are skipped.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per completion at most.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    min_new_tokens: Annotated[int, typer.Option(help="No end before so many tokens.")] = 0,
+    seed: Annotated[int, typer.Option(help="With the row's index, all of its randomness.")] = 0,
+    arms: Annotated[
+        str, typer.Option(help="Ways to draft, e.g. off,eagle-3; default: the bandit's choice.")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="auto (bf16 on a GPU), fp32, bf16.")] = "auto",
+    max_rows: Annotated[int, typer.Option(help="Rows decoded at once; 0 = all that fit.")] = 0,
+    raw: Annotated[bool, typer.Option(help="Text goes in as it is, without template.")] = False,
+) -> None:
+    """Generate with a model, with or without a drafter: the same tokens, at another speed.
+
+    Finished rows go to --out as they finish, with their index; a killed call is taken up by the
+    same command. Speed and accept length go to stderr.
+
+    Examples:
+
+        minitlt generate --prompt "Why is the sky blue?"
+
+        minitlt generate --model runs/a/policy --drafter runs/a --prompts in.jsonl --out out.jsonl
+    """
+    if bool(prompt) == (prompts is not None):
+        _fail("give either --prompt TEXT or --prompts FILE.jsonl")
+    _quiet()
+    from minitlt.config import RolloutConfig
+    from minitlt.serve import load_served, read_prompts, run_generate
+    from minitlt.spec import SamplingParams
+
+    rows = [prompt] if prompts is None else read_prompts(prompts)
+    values = (max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens)
+    SamplingParams(*values)  # what is wrong with them is said before the model is loaded
+    ways = arms.split(",") if arms else RolloutConfig().arms if drafter else ["off"]
+    served = load_served(model, drafter, arms=ways, dtype=dtype, max_rows=max_rows)
+    params = SamplingParams(*values, stop_ids=served.stop_ids)
+    try:
+        run_generate(served, rows, params, out, dtype=dtype, seed=seed, raw=raw,
+                     live=prompts is None)  # fmt: skip
+    except KeyboardInterrupt:
+        hint = f"; the same command goes on with {out}" if out else ""
+        print(f"\nstopped{hint}", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+@app.command(context_settings=_PASS_ON)
+@_one_line_errors
+def warmup(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option(help="A YAML file instead of a recipe.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the drafter.")] = Path("drafter"),
+    seconds: Annotated[float, typer.Option(help="How long.")] = 300.0,
+    steps: Annotated[int, typer.Option(help="Train steps at most; 0 = no limit.")] = 0,
+) -> None:
+    """Train a drafter before RL: minitlt warmup [RECIPE] [--any_field VALUE ..].
+
+    Model, prompts, sampling and drafter are the recipe's. Saved after every round; Ctrl-C ends it.
+
+    Examples:
+
+        minitlt warmup 01_smollm2_cpu --seconds 300 --out drafters/smollm2
+
+        minitlt train 01_smollm2_cpu --drafter.start drafters/smollm2
+    """
+    from minitlt.config import load_config
+
+    if seconds <= 0 or steps < 0:
+        _fail(f"--seconds must be positive and --steps not negative, not {seconds:g} and {steps}")
+    recipe, overrides = _recipe_and_overrides(context)
+    settings = load_config(_source(recipe, config), overrides)
+    _quiet()
+    from minitlt.run import prepare
+    from minitlt.warmup import run_warmup
+
+    try:
+        run_warmup(prepare(settings, out), out, seconds, steps)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+    if not (out / "drafter.safetensors").is_file():
+        _fail("ended before the first round was done; nothing was saved", 130)
+    print(f"start from it: minitlt train .. --drafter.start {out}")
+
+
+@app.command()
+@_one_line_errors
+def export(
+    run: Annotated[str, typer.Argument(help="Run folder, or a drafter's folder or Hub id.")],
+    dest: Annotated[Path, typer.Argument(help="Folder to write.")],
+    to: Annotated[str, typer.Option(help="sglang, vllm, speculators or native.")] = "sglang",
+    model: Annotated[str, typer.Option(help="Its target; default: the run's policy.")] = "",
+    read_as: Annotated[
+        str, typer.Option(help="sglang or vllm, if RUN is a foreign head with own tap layers.")
+    ] = "",
+    check: Annotated[bool, typer.Option(help="Load it back and compare 3 steps.")] = False,
+) -> None:
+    """Write a run's drafter for another engine, and say how to serve it there.
+
+    Examples:
+
+        minitlt export runs/a out/sglang --to sglang --check
+
+        minitlt export drafters/smollm2 out/vllm --to vllm --model smollm2-135m
+    """
+    _quiet()
+    from minitlt.serve import export as write
+
+    print("\n".join(write(run, dest, to, model=model, read_as=read_as, check=check)))
+
+
+@app.command()
+@_one_line_errors
+def compare(
+    run_a: Annotated[Path, typer.Argument(help="A run folder.")],
+    run_b: Annotated[Path, typer.Argument(help="Another.")],
+    assert_equal: Annotated[bool, typer.Option(help="Exit code 1 unless equal.")] = False,
+) -> None:
+    """Compare two runs: numbers side by side, and whether they did the same thing.
+
+    The same: completions, rewards, losses and every bit of the final policy.
+
+    Example:
+
+        minitlt compare runs/plain runs/speculative --assert-equal
+    """
+    from minitlt.compare import differences, table
+
+    print("\n".join(table(run_a, run_b)))
+    found = differences(run_a, run_b)
+    print("\n".join(found) if found else "equal: completions, rewards, losses, final policy")
+    if found and assert_equal:
+        raise typer.Exit(1)
+
+
+@app.command()
+@_one_line_errors
+def simulate(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    ranks: Annotated[int, typer.Option(help="Ranks per node; 0 = as the run had.")] = 0,
+    nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
+) -> None:
+    """Replay a run's lengths and step costs on another number of ranks.
+
+    Example:
+
+        minitlt simulate runs/a --ranks 8 --nodes 4
+    """
+    from minitlt.report import read_events
+    from minitlt.simulate import simulate as replay
+
+    if ranks < 0 or nodes < 1:
+        _fail(f"--ranks cannot be negative and --nodes must be positive, not {ranks} and {nodes}")
+    print("\n".join(replay(read_events(run / "events.jsonl"), ranks, nodes)))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has, what is missing and how to get it; exit code 1 if it is needed.
+
+    Example:
+
+        minitlt doctor
+    """
+    _quiet()
+    from minitlt.doctor import report as examine
+
+    if not examine():
+        raise typer.Exit(1)
+
+
+@app.command(context_settings=_PASS_ON | {"help_option_names": []})
+@_one_line_errors
+def bench(context: typer.Context) -> None:
+    """Run a benchmark of the repository: minitlt bench rollout|step|kernels [OPTIONS ..].
+
+    Examples:
+
+        minitlt bench kernels --help
+
+        minitlt bench rollout
+    """
+    import subprocess
+
+    folder = Path(__file__).parent.parent / "benchmarks"
+    name, *rest = [*context.args, "--help"]
+    if name == "--help":
+        print(context.command.help)
+        return
+    if name not in ("rollout", "step", "kernels"):
+        _fail(f"no benchmark {name!r}; there are rollout, step, kernels")
+    if not folder.is_dir():
+        _fail("the benchmarks come with the repository: clone it and run this there")
+    if not (folder / f"{name}.py").is_file():
+        _fail(f"benchmark {name} is not there yet ({folder / name}.py)")
+    command = [sys.executable, str(folder / f"{name}.py"), *rest[:-1]]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
 def main() -> None:
-    app()
+    """The installed command: usage errors are one line too."""
+    try:
+        code = app(standalone_mode=False)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # click's own errors have it
+            raise
+        text = error.format_message()  # without any word it is the help
+        given = len(sys.argv) > 1
+        print(f"minitlt: {' '.join(text.split())}" if given else text, file=sys.stderr)
+        code = 2
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minitlt.events import Event, read_events
-from minitlt.report import number, summarize, summary_rows
+from minitlt.report import number, summarize
 
 _SAME_IN_UPDATE = ("reward", "reward_std", "loss", "grad_norm", "mean_length")
 

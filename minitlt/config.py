@@ -2,8 +2,9 @@
 
 A recipe is flat and speaks TRL's language: every field of GRPOConfig, ModelConfig and TRL's script
 arguments under its own name, so that a plain TRL GRPO file runs unchanged. minitlt adds `nproc`
-and the blocks `task:`, `rollout:`, `drafter:`, `spot:`. The command line overrides either kind:
-`--learning_rate 1e-5`, `--rollout.dtype bf16`. Unknown keys are errors that name the nearest
+and the blocks `task:`, `rollout:`, `drafter:`, `spot:`; of what `trl grpo` takes beside the fields
+it knows `env:`, `num_processes` (our `nproc`) and `accelerate_config`. The command line overrides
+all of them: `--learning_rate 1e-5`, `--rollout.dtype bf16`. Unknown keys are errors that name the nearest
 valid one; wrong types say what would be right.
 
 Left out: environment-variable interpolation, config inheritance, Python in configs.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -97,10 +99,15 @@ class RunConfig:
     drafter: dict[str, Any]
     spot: dict[str, Any]
     nproc: int = 1
+    accelerate_config: str = ""
+    env: dict[str, str] = field(default_factory=dict)
     source: str = ""
 
     def as_yaml(self) -> str:
-        flat: dict[str, Any] = {"nproc": self.nproc, **self.trl}
+        flat: dict[str, Any] = {"nproc": self.nproc}
+        if self.accelerate_config:
+            flat["accelerate_config"] = self.accelerate_config
+        flat |= ({"env": self.env} if self.env else {}) | self.trl
         flat |= {name: getattr(self, name) for name in BLOCKS if getattr(self, name)}
         return yaml.safe_dump(flat, sort_keys=False, allow_unicode=True)
 
@@ -132,7 +139,7 @@ def load_config(path: Path, overrides: Mapping[str, Any] | None = None) -> RunCo
     later, by `build` and by TRL's parser, which know the fields.
     """
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -164,10 +171,54 @@ def make_config(raw: dict[str, Any], overrides: Mapping[str, Any], source: str) 
             raise ConfigError(f"unknown block in {key!r}; {suggest(block_name, BLOCKS)}")
         else:
             raw[key] = value
-    nproc = raw.pop("nproc", 1)
+    alias = raw.pop("num_processes", 1)
+    nproc = raw.pop("nproc", alias)
     if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
         raise ConfigError(f"nproc must be a positive whole number, not {nproc!r}")
-    return RunConfig(trl=raw, nproc=nproc, source=source, **blocks)
+    env = raw.pop("env", None) or {}
+    if not isinstance(env, dict):
+        raise ConfigError(f"{source}: env must be a mapping of names to values, not {env!r}")
+    return RunConfig(
+        trl=raw,
+        nproc=nproc,
+        accelerate_config=coerce(raw.pop("accelerate_config", ""), str, "accelerate_config"),
+        env={str(name): str(value) for name, value in env.items()},
+        source=source,
+        **blocks,
+    )
+
+
+def shrink(config: RunConfig, given: Iterable[str] = ()) -> None:
+    """`--smoke`: two steps of a few short completions, to see that a whole run goes through.
+
+    What is in `given` was asked for on the command line and stays.
+    """
+    small = {
+        "max_steps": 2,
+        "save_steps": 1,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "num_generations": 2,
+        "max_completion_length": 32,
+    }
+    for name in ("steps_per_generation", "generation_batch_size"):  # they follow from the others
+        config.trl.pop(name, None)
+    config.trl |= {name: value for name, value in small.items() if name not in set(given)}
+    if config.task.get("options", {}).get("size", 9) > 8 or "options" not in config.task:
+        config.task.setdefault("options", {})["size"] = 8
+
+
+def accelerate_file(name: str) -> Path:
+    """The file behind `accelerate_config`: a path, or the name of one that TRL brings."""
+    if (path := Path(name).expanduser()).is_file():
+        return path
+    spec = importlib.util.find_spec("trl")
+    places = (spec.submodule_search_locations if spec else None) or [""]
+    own = Path(places[0]) / "accelerate_configs"
+    known = sorted(p.stem for p in own.glob("*.yaml"))
+    if name in known:
+        return own / f"{name}.yaml"
+    raise ConfigError(f"accelerate_config: no file {name!r}; {suggest(name, known)}")
 
 
 def _set_nested(block: dict[str, Any], path: list[str], value: Any, key: str) -> None:
@@ -213,7 +264,7 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
 
 def _value(text: str, key: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"--{key}: cannot read {text!r}: {_one_line(error)}") from error
 

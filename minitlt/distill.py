@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitlt.eagle3 import DrafterConfig, Eagle3Drafter, Pack, choose_vocab
+from minitlt.eagle3 import DrafterConfig, Eagle3Drafter, Pack, choose_vocab, product_dtype
 from minitlt.kernels import draft_loss
 
 _FIRST_SIZE = 64  # pairs of the first step, before anything is known about speed
@@ -170,14 +170,6 @@ def _query_span(row: Row, num_steps: int) -> tuple[int, int]:
     return max(0, row.prompt_len - num_steps), row.num_tokens - 2
 
 
-def _has_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 products are faster than fp32 ones here; emulated ones are far slower."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, name, bool)() for name in names)
-
-
 def make_pack(
     windows: list[Window], num_steps: int, device: torch.device
 ) -> tuple[Pack, Tensor, Tensor]:
@@ -232,9 +224,7 @@ class DrafterTrainer:
         self.version = 0
         self.random = torch.Generator().manual_seed(config.seed)
         self._size = float(config.pack_tokens or _FIRST_SIZE)
-        self._narrow = config.train_dtype == "bfloat16" or (
-            config.train_dtype == "auto" and _has_bfloat16(drafter.fc.device)
-        )
+        self._narrow = product_dtype(config.train_dtype, drafter.fc) == torch.bfloat16
         body = [p for name, p in drafter.named_parameters() if name != "head"]
         groups: list[dict[str, Any]] = [{"params": body, "rate": config.learning_rate}]
         if drafter.head is not None:

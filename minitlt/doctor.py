@@ -132,7 +132,9 @@ def _devices() -> Iterator[Finding]:
         yield Finding(OK, f"cuda:{i}", f"{name}, {size[0] / 2**30:.0f} of {size[1] / 2**30:.0f} GiB"
                       " free")  # fmt: skip
     if not torch.cuda.is_available():
-        yield Finding(NOTE, "gpu", f"none that torch {torch.__version__} can use; runs go on the CPU")
+        yield Finding(
+            NOTE, "gpu", f"none that torch {torch.__version__} can use; runs go on the CPU"
+        )
 
 
 def _kernels() -> Iterator[Finding]:

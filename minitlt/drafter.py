@@ -81,9 +81,8 @@ class Eagle3Proposer:
     """The draft model behind slots; fulfils the engine's Drafter protocol.
 
     drafter: the module that is trained; tied to the target by the caller. Proposals come from a
-        frozen copy of it (bfloat16 on a GPU), so training never disturbs them: `reload` takes the
-        weights over.
-    config: tap_dtype and tree_nodes are read.
+        frozen copy of it, so training never disturbs them: `reload` takes the weights over.
+    config: serve_dtype, tap_dtype and tree_nodes are read.
     buffer: takes every finished row with its taps, for training.
     stop_ids: nothing is drafted behind these tokens.
 
@@ -107,8 +106,7 @@ class Eagle3Proposer:
         self.drafter, self.sink = drafter, buffer
         self.dtype, self.tree_nodes = tap_dtype(config.tap_dtype), config.tree_nodes
         self.device = drafter.fc.device
-        narrow = self.device.type == "cuda" and drafter.fc.dtype == torch.float32
-        self.model = drafter.serving_copy(torch.bfloat16 if narrow else None)
+        self.model = drafter.serving_copy(config.serve_dtype)
         self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=self.device)
         self._num_slots = self._length = 0
         self._lengths: list[int] = []  # tokens of the row in each slot

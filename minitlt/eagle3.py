@@ -63,6 +63,9 @@ class DrafterConfig:
     )
     draft_vocab_size: int = _option(4096, "tokens the drafter can guess; 0 is the full vocabulary")
     train_head: bool = _option(True, "own, trained head rows; otherwise the target's, by reference")
+    serve_dtype: str = _option(
+        "auto", "weights of proposals: auto (bfloat16 where products have it), float32, bfloat16"
+    )
     tap_dtype: str = _option("bfloat16", "how taps are kept: bfloat16, float16, float32, float64")
     tree_nodes: int = _option(16, "nodes of a tree draft, the root not counted")
     ngram_min: int = _option(2, "shortest suffix that the n-gram drafter matches, in tokens")
@@ -77,9 +80,7 @@ class DrafterConfig:
     warmup_steps: int = _option(20, "train steps until the learning rates are reached")
     weight_decay: float = _option(0.0, "AdamW")
     clip: float = _option(0.5, "largest norm of a gradient")
-    train_dtype: str = _option(
-        "auto", "products of training: auto (bfloat16 where the processor has it), float32, bfloat16"
-    )
+    train_dtype: str = _option("auto", "products of training: as serve_dtype; weights stay fp32")
     train_step_ms: float = _option(0.0, "time a train step may take; 0: 50 on GPU, 250 on CPU")
     pack_tokens: int = _option(0, "pairs a train step supervises; 0 adapts to train_step_ms")
     window_tokens: int = _option(256, "most supervised pairs taken from one row at a time")
@@ -92,8 +93,9 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
             raise ValueError(f"drafter.loss is {self.loss!r}; choose {', '.join(LOSSES)}")
-        if self.train_dtype not in ("auto", "float32", "bfloat16"):
-            raise ValueError(f"drafter.train_dtype is {self.train_dtype!r}; choose auto, float32")
+        for name in ("serve_dtype", "train_dtype"):
+            if getattr(self, name) not in ("auto", "float32", "bfloat16"):
+                raise ValueError(f"drafter.{name} is not one of auto, float32, bfloat16")
         tap_dtype(self.tap_dtype)
         for name in ("tree_nodes", "ngram_min", "ngram_tokens", "ttt_steps", "window_tokens",
                      "buffer_tokens", "learning_rate", "clip"):  # fmt: skip
@@ -116,6 +118,21 @@ def tap_dtype(name: str) -> torch.dtype:
         raise ValueError(f"drafter.tap_dtype is {name!r}; choose bfloat16, float16, float32")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def product_dtype(choice: str, weight: Tensor) -> torch.dtype:
+    """In which dtype products with this weight run: auto is bfloat16 where the processor has it
+    (where it is emulated it is far slower), and never for a drafter in fp64."""
+    if weight.dtype != torch.float32 or choice == "float32":
+        return weight.dtype
+    if choice == "bfloat16":
+        return torch.bfloat16
+    if weight.device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        fast = any(getattr(torch.cpu, name, bool)() for name in names)
+    return torch.bfloat16 if fast else torch.float32
 
 
 @dataclass(frozen=True)
@@ -307,6 +324,7 @@ class Eagle3Drafter(nn.Module):
         self._target = _TargetTensors()
         self._rows: tuple[tuple[int, ...], Tensor] | None = None
         self._packed: dict[str, Tensor] = {}
+        self._packed_dtype = dtype
 
     # The target's tensors.
 
@@ -412,29 +430,33 @@ class Eagle3Drafter(nn.Module):
 
     # Serving.
 
-    def serving_copy(self, dtype: torch.dtype | None = None) -> Eagle3Drafter:
-        """A frozen drafter with the same weights and the same target, ready to propose."""
-        copy = Eagle3Drafter(self.config, dtype=dtype or self.fc.dtype, device=self.fc.device)
+    def serving_copy(self, choice: str = "auto") -> Eagle3Drafter:
+        """A frozen drafter with the same weights and the same target, ready to propose.
+
+        On a GPU all of it is in `product_dtype`; on a CPU only the packed weights are narrow.
+        """
+        narrow = product_dtype(choice, self.fc)
+        dtype = self.fc.dtype if self.fc.device.type == "cpu" else narrow
+        copy = Eagle3Drafter(self.config, dtype=dtype, device=self.fc.device)
         copy.requires_grad_(False)
-        copy._target = self._target
+        copy._target, copy._packed_dtype = self._target, narrow
         copy.load_state_dict(self.state_dict())
         copy.pack_weights()
         return copy
 
     def pack_weights(self) -> None:
-        """Reorders the weights for oneDNN (fp32 on a CPU; elsewhere nothing is to be done).
+        """Reorders the weights of a serving copy for oneDNN (on a CPU; elsewhere nothing is done).
 
         Two to eight rows then cost little more than one. Call it again after every change of the
-        weights: training never packs, and a packed drafter cannot be trained.
+        weights. A packed drafter cannot be trained.
         """
         self._packed = {}
-        if self.fc.device.type != "cpu" or self.fc.dtype != torch.float32:
-            return
-        if not torch.backends.mkldnn.is_available():
+        packable = self.fc.device.type == "cpu" and self.fc.dtype == torch.float32
+        if not packable or not torch.backends.mkldnn.is_available():
             return
         names = ["fc", "qkv", "out", "gate_up", "down"] + (["head"] if self.config.own_head else [])
         for name in names:
-            weight = getattr(self, name).detach().contiguous()
+            weight = getattr(self, name).detach().to(self._packed_dtype).contiguous()
             self._packed[name] = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def reserve_positions(self, num_positions: int) -> None:
@@ -466,7 +488,9 @@ class Eagle3Drafter(nn.Module):
     def _mm(self, name: str, x: Tensor) -> Tensor:
         packed = self._packed.get(name)
         if packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+            narrow = x.to(self._packed_dtype)
+            y = torch.ops.mkldnn._linear_pointwise(narrow, packed, None, "none", [], "")
+            return y.to(x.dtype)
         weight = self.target_rows() if name == "head" and self.head is None else getattr(self, name)
         # Under autocast the product is narrow; norms, residuals and attention stay as they are.
         return F.linear(x, weight.to(x.dtype)).to(x.dtype)

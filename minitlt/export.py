@@ -339,7 +339,7 @@ def check_export(
     1e-4 of their size. One step alone would prove nothing: a wrong recurrent state shows in the
     second.
     """
-    copy = drafter.serving_copy(torch.float32)
+    copy = drafter.serving_copy("float32")
     loaded = import_drafter(folder, drafter.config, layout=layout, device=drafter.fc.device)
     loaded._target = drafter._target
     native = (Path(folder) / FILE).is_file()

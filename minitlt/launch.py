@@ -3,7 +3,8 @@
 The ranks are plain processes that find each other through torch's environment variables, so
 `torchrun` and `accelerate launch` can take this module's place. When one fails, the others are
 ended within seconds and its last error line is the parent's error. Ctrl-C (or SIGTERM) is passed
-on once: the ranks finish their step, write a checkpoint and leave. Ranks whose parent was killed
+on once: the ranks finish their step, write a checkpoint and leave. A file `stop` in the run folder
+asks for the same and reaches ranks that another launcher started. Ranks whose parent was killed
 notice it and leave by themselves.
 
 Left out: several nodes (use accelerate), restarts (use `--resume`).
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 GRACE_SECONDS = 8.0  # between asking a rank to end and killing it
+STOP_FILE = "stop"
 
 
 class RunFailed(RuntimeError):
@@ -44,10 +46,17 @@ def open_run_folder(run_dir: Path, config: str) -> None:
 
 
 def launch(
-    command: list[str], run_dir: Path, nproc: int, total_steps: int, *, on_cpu: bool = True
+    command: list[str],
+    run_dir: Path,
+    nproc: int,
+    total_steps: int,
+    *,
+    on_cpu: bool = True,
+    agent: bool = False,
 ) -> None:
     """Runs `command` as `nproc` ranks and follows the run log until they end.
 
+    agent: the command starts the ranks itself (accelerate launch).
     Raises RunFailed when a rank fails, KeyboardInterrupt when the run was interrupted.
     """
     from minitlt.report import watch
@@ -56,21 +65,23 @@ def launch(
     logs = run_dir / "logs"
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
-    processes = _start(command, logs, nproc, on_cpu)
+    stop_file = run_dir / STOP_FILE
+    stop_file.unlink(missing_ok=True)
+    processes = _start(command, logs, nproc, on_cpu, agent)
     stop = threading.Event()
     display = threading.Thread(
         target=watch, args=(run_dir / "events.jsonl", total_steps, stop), daemon=True
     )
     display.start()
     try:
-        failed = _wait(processes)
+        failed = _wait(processes, stop_file if agent else None)
     finally:
         stop.set()
         display.join(timeout=5)
         _end(processes)
         sweep()
     codes = [process.returncode for process in processes]
-    if codes.count(130) == nproc or (130 in codes and failed is None):
+    if codes.count(130) == nproc or (130 in codes and failed is None) or stop_file.exists():
         raise KeyboardInterrupt
     if failed is not None:
         path = logs / f"rank{failed}.log"
@@ -86,22 +97,25 @@ def _cause(code: int, path: Path) -> str:
 
 
 def _start(
-    command: list[str], logs: Path, nproc: int, on_cpu: bool
+    command: list[str], logs: Path, nproc: int, on_cpu: bool, agent: bool
 ) -> list[subprocess.Popen[bytes]]:
-    shared = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    shared["MINITLT_LAUNCHER"] = str(os.getpid())
-    shared["WORLD_SIZE"] = shared["LOCAL_WORLD_SIZE"] = str(nproc)
+    shared = dict(os.environ, MINITLT_LAUNCHER="0")  # 0: not the ranks' own parent
+    if not agent:
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        shared["MINITLT_LAUNCHER"] = str(os.getpid())
+        shared["WORLD_SIZE"] = shared["LOCAL_WORLD_SIZE"] = str(nproc)
     if on_cpu:
         shared["ACCELERATE_USE_CPU"] = "true"
         # OpenMP threads spin: more of them than cores is not twice but twenty times slower.
         shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
     processes = []
-    for rank in range(nproc):
+    for rank in range(1 if agent else nproc):
+        own = {} if agent else {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         with open(logs / f"rank{rank}.log", "ab") as output:
             processes.append(
                 subprocess.Popen(
                     command,
-                    env=dict(shared, RANK=str(rank), LOCAL_RANK=str(rank)),
+                    env=shared | own,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -117,8 +131,9 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
-    """Waits for all ranks; returns the first rank that failed, or None. Passes Ctrl-C on."""
+def _wait(processes: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int | None:
+    """Waits for all ranks; returns the first rank that failed, or None. Passes Ctrl-C on: as a
+    signal, or as a file, because accelerate would turn the signal into a kill after seconds."""
     interrupted = False
     while True:
         try:
@@ -133,7 +148,10 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
                 return None
             interrupted = True
             print("stopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
-            _signal(processes, signal.SIGINT)
+            if stop_file is not None:
+                stop_file.touch()
+            else:
+                _signal(processes, signal.SIGINT)
 
 
 def _signal(processes: list[subprocess.Popen[bytes]], number: int) -> None:

@@ -122,6 +122,29 @@ def _hub_snapshot(name: str) -> str | None:
     return str(folder) if weights and any(folder.glob("tokenizer*.json")) else None
 
 
+def resolve_drafter(name: str) -> Path:
+    """The folder that holds a drafter: a run's, a saved or exported one, or a Hub id's snapshot.
+
+    Raises ModelNotFound that names what was given.
+    """
+    folder = Path(name).expanduser()
+    for place in (folder / "drafter", folder):
+        if (place / "drafter.safetensors").is_file() or (place / "model.safetensors").is_file():
+            return place
+    if folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+        raise ModelNotFound(f"no drafter at {name!r}: give a run folder, a folder that holds "
+                            "drafter.safetensors or an exported model.safetensors, or a Hub id")
+    from huggingface_hub import hf_hub_url, snapshot_download
+
+    with contextlib.suppress(OSError):
+        return Path(snapshot_download(name, local_files_only=True))
+    if problem := hub_answers(hf_hub_url(name, "config.json"), 5.0):
+        unknown = problem.startswith("the Hub says 4")
+        raise (ModelNotFound if unknown else HubUnreachable)(
+            f"drafter {name!r} is neither a folder nor on the Hub ({problem})")
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+
+
 def hub_answers(url: str, timeout: float) -> str | None:
     """None if the Hub serves `url` within `timeout` seconds, else what is wrong in a few words.
 

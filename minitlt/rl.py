@@ -39,12 +39,13 @@ from minitlt.eagle3 import (
     DrafterConfig,
     Eagle3Config,
     Eagle3Drafter,
-    load_drafter,
     start_from_target,
 )
 from minitlt.events import EventLog
+from minitlt.export import import_drafter
 from minitlt.guards import Guards, largest_gap
 from minitlt.kernels import row_key
+from minitlt.models import resolve_drafter
 from minitlt.spec import Arm, Bandit, Rollout, RolloutEngine, SamplingParams
 from minitlt.spot import INLINE, SpotConfig, SpotTrainer
 from minitlt.target import make_target
@@ -479,11 +480,11 @@ def build_speculation(
 
 def start_drafter(model: Any, target: Any, settings: DrafterConfig) -> Eagle3Drafter:
     """A drafter from nothing, from the target's own weights, or from a saved one; tied."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    size = Eagle3Config.from_target(base.config, settings)
     if settings.start not in ("random", "target"):
-        eagle = load_drafter(settings.start, dtype=torch.float32, device=target.device)
+        eagle = import_drafter(resolve_drafter(settings.start), size, device=target.device)
     else:
-        base = model.get_base_model() if hasattr(model, "peft_config") else model
-        size = Eagle3Config.from_target(base.config, settings)
         eagle = Eagle3Drafter(size, device=target.device, seed=settings.seed)
     eagle.tie(target.embed_weight, target.head_weight)
     if settings.start == "target":

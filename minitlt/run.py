@@ -23,6 +23,7 @@ import typing
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,10 +48,11 @@ from minitlt.config import (
     coerce,
     suggest,
 )
-from minitlt.eagle3 import DrafterConfig, save_drafter
+from minitlt.eagle3 import DrafterConfig, Eagle3Config, save_drafter
 from minitlt.events import EventLog, read_events
+from minitlt.export import import_drafter
 from minitlt.kernels import row_key
-from minitlt.models import resolve_model
+from minitlt.models import HubUnreachable, resolve_drafter, resolve_model
 from minitlt.report import summarize
 from minitlt.rl import BYPASSES, MiniTLTTrainer, RewardTap
 from minitlt.spec import Arm, Bandit
@@ -82,9 +84,12 @@ class Prepared:
     algebra: list[str]
 
 
-def prepare(config: RunConfig, run_dir: Path, world_size: int | None = None) -> Prepared:
+def prepare(
+    config: RunConfig, run_dir: Path, world_size: int | None = None, *, lazy: bool = False
+) -> Prepared:
     """Checks the whole configuration and loads what is cheap.
 
+    lazy: what only the Hub could tell is noted as not checked when the Hub does not answer.
     Raises ConfigError (or another ValueError) with one line that says what would be right.
     """
     rollout = build(RolloutConfig, config.rollout, "rollout")
@@ -100,15 +105,39 @@ def prepare(config: RunConfig, run_dir: Path, world_size: int | None = None) -> 
     algebra = batch_algebra(args, world_size or config.nproc)
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path is missing; the default model is 'smollm2-135m'")
-    model_path = resolve_model(model.model_name_or_path)
-    task = _load_task(config, args.seed)
-    if task is None and not (script.dataset_name or mixture.datasets):
+    fetch = partial(_fetch, algebra if lazy else None)
+    model_path = fetch(model.model_name_or_path, resolve_model, model.model_name_or_path) or ""
+    task = fetch(config.task.get("name"), _load_task, config, args.seed)
+    if drafter.start not in ("random", "target") and world_size is None:
+        fetch(drafter.start, _check_drafter, drafter.start, model_path)
+    if not config.task and not (script.dataset_name or mixture.datasets):
         raise ConfigError("no data: give task.name, dataset_name or datasets")
     prepared = Prepared(
         config, args, model, script, mixture, rollout, drafter, spot, task, model_path, algebra
     )
     _check_prompts(prepared)
     return prepared
+
+
+def _fetch(notes: list[str] | None, name: Any, get: Callable[..., Any], *args: Any) -> Any:
+    """get(*args); with `notes`, a note and None if only the Hub could have told."""
+    try:
+        return get(*args)
+    except HubUnreachable:
+        if notes is None:
+            raise
+        notes.append(f"{name}: not checked: no Hub")
+        return None
+
+
+def _check_drafter(start: str, model_path: str) -> None:
+    folder = resolve_drafter(start)
+    if model_path:
+        size = Eagle3Config.from_target(AutoConfig.from_pretrained(model_path))
+        try:
+            import_drafter(folder, size)
+        except ValueError as error:
+            raise ConfigError(f"drafter.start: {start!r}: {error}") from error
 
 
 def _trl_configs(values: dict[str, Any], run_dir: Path, world_size: int) -> tuple[Any, ...]:
@@ -163,7 +192,7 @@ def _load_task(config: RunConfig, seed: int) -> Task | None:
 
 def _check_prompts(prepared: Prepared) -> None:
     """The longest prompt must leave room in the context; said before any model is loaded."""
-    if prepared.task is None:
+    if prepared.task is None or not prepared.model_path:
         return
     tokenizer = AutoTokenizer.from_pretrained(prepared.model_path)
     context = AutoConfig.from_pretrained(prepared.model_path).max_position_embeddings
@@ -183,7 +212,7 @@ def train(prepared: Prepared, run_dir: Path, resume: Path | None = None) -> None
     trainer = _make_trainer(prepared, log)
     if rank == 0:
         _write_run_event(log, prepared, trainer)
-    stop = StopCallback(trainer)
+    stop = StopCallback(trainer, run_dir / "stop")
     leave_with_launcher(trainer.speculation.spot.close)
     if resume:
         load_state(trainer, resume / _STATE)
@@ -211,7 +240,7 @@ def _make_trainer(prepared: Prepared, log: EventLog) -> MiniTLTTrainer:
         rewards: list[Any] = list(prepared.task.reward_funcs)
         args.reward_weights = args.reward_weights or prepared.task.reward_weights
     else:
-        dataset = _hub_dataset(prepared)
+        dataset = hub_dataset(prepared)
         rewards = list(resolve_rewards(prepared.script.reward_funcs or []))
         if prepared.script.reward_model_name_or_path:
             rewards.insert(0, prepared.script.reward_model_name_or_path)
@@ -228,7 +257,8 @@ def _make_trainer(prepared: Prepared, log: EventLog) -> MiniTLTTrainer:
     )
 
 
-def _hub_dataset(prepared: Prepared) -> Any:
+def hub_dataset(prepared: Prepared) -> Any:
+    """The data that TRL's own fields name (dataset_name or datasets)."""
     script = prepared.script
     if prepared.mixture.datasets:
         return get_dataset(prepared.mixture)[script.dataset_train_split]
@@ -452,10 +482,11 @@ def leave_with_launcher(close: Callable[[], None]) -> None:
 
 
 class StopCallback(TrainerCallback):
-    """The first SIGINT or SIGTERM ends the run after the current step, with a checkpoint."""
+    """The first SIGINT or SIGTERM, or a file `stop` in the run folder, ends the run after the
+    current step, with a checkpoint."""
 
-    def __init__(self, trainer: MiniTLTTrainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: MiniTLTTrainer, stop_file: Path) -> None:
+        self.trainer, self.stop_file = trainer, stop_file
         self.asked = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
@@ -467,6 +498,7 @@ class StopCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """All ranks stop at the same step, whichever heard the signal first."""
+        self.asked = self.asked or self.stop_file.exists()
         if dist.is_initialized():
             flag = torch.tensor([int(self.asked)], device=self.trainer.accelerator.device)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)

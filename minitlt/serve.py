@@ -1,16 +1,15 @@
-"""A model behind the command line: generate with drafts, train a drafter before RL, export one.
+"""A model behind the command line: generate with drafts, export a drafter.
 
 `generate` is the rollout engine with a file on each side. A row's noise is keyed by (seed, row
 index), so a row's text does not depend on the drafter, on the rows beside it or on where an earlier
 call was killed. Every finished row is one line of the output, written at once with one `write`;
 the next call reads them, cuts a torn last line off and makes only the rows that are missing.
 
-`warm_up` gives RL a drafter to start from: rounds of generation on a task's prompts, each followed
-by as much training on what it generated. `export` writes a run's drafter for another engine.
+`export` writes a run's drafter for another engine, and checks it.
 
 Left out: a server, stop strings, several devices (the policy of a run is small enough for one).
 
-How to run: `minitlt generate --help`, `minitlt warmup --help`, `minitlt export --help`.
+How to run: `minitlt generate --help`, `minitlt export --help`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,19 +28,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from minitlt.distill import DrafterTrainer
 from minitlt.drafter import Eagle3Proposer, NgramDrafter
-from minitlt.eagle3 import FILE, Eagle3Config, Eagle3Drafter, save_drafter
+from minitlt.eagle3 import Eagle3Config, Eagle3Drafter
 from minitlt.export import check_export, export_drafter, import_drafter
 from minitlt.kernels import row_key
-from minitlt.models import HubUnreachable, hub_answers, resolve_model
+from minitlt.models import resolve_drafter, resolve_model
 from minitlt.spec import Arm, Bandit, RolloutEngine, Row, SamplingParams
 from minitlt.target import make_target
 from minitlt.tasks import encode_prompt
 
 _CHUNK = 1024  # prompts handed to the engine at once; it refills its slots from them
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_WARMUP_GENERATION = 1 << 42  # keys of warm-up rollouts, never used by training
 Prompt = str | list[dict[str, Any]]
 
 
@@ -61,7 +57,7 @@ def load_served(
 ) -> Served:
     """Loads a model for generation. ValueError names the argument that is wrong.
 
-    model: folder, Hub id or the default model's name. drafter: see `find_drafter`; "" for none.
+    model: folder, Hub id or the default model's name. drafter: see `resolve_drafter`; "" for none.
     arms: ways to draft (`spec.Arm.parse`). dtype: fp32, bf16, or auto (bf16 on a GPU).
     """
     if dtype not in ("auto", *_DTYPES):
@@ -72,7 +68,7 @@ def load_served(
             raise ValueError(f"--arms: {arm.name!r} has no drafter; sources: ngram, eagle")
         if arm.source == "eagle" and not drafter:
             raise ValueError(f"--arms: {arm.name!r} needs a draft model; give --drafter DIR")
-    path, folder = resolve_model(model), find_drafter(drafter) if drafter else None
+    path, folder = resolve_model(model), resolve_drafter(drafter) if drafter else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights = _DTYPES.get(dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
     config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
@@ -95,32 +91,6 @@ def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ids:
         ids.insert(0, tokenizer.eos_token_id)
     return tuple(ids)
-
-
-def find_drafter(name: str) -> Path:
-    """The folder that holds a drafter: a run's, a saved or exported one, or one from the Hub.
-
-    Raises ValueError that names what was given.
-    """
-    folder = Path(name).expanduser()
-    for place in (folder / "drafter", folder):
-        if (place / FILE).is_file() or (place / "model.safetensors").is_file():
-            return place
-    if folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
-        raise ValueError(
-            f"no drafter at {name!r}: give a run folder, a folder with {FILE} or with an exported "
-            "model.safetensors, or a Hub id (owner/name)"
-        )
-    from huggingface_hub import hf_hub_url, snapshot_download
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except OSError:
-        problem = hub_answers(hf_hub_url(name, "config.json"), 5.0)
-    if problem is None:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
-    kind = ValueError if problem.startswith("the Hub says 4") else HubUnreachable
-    raise kind(f"drafter {name!r} is neither a folder nor on the Hub ({problem})")
 
 
 def _read_drafter(
@@ -376,7 +346,7 @@ def export(
     """
     if to not in _LAUNCH:
         raise ValueError(f"--to: {to!r} is not one of {', '.join(_LAUNCH)}")
-    origin = find_drafter(source)
+    origin = resolve_drafter(source)
     if folder.resolve() == origin.resolve():
         raise ValueError(f"DEST {str(folder)!r} is the drafter itself; choose another folder")
     if folder.exists() and not folder.is_dir():
@@ -406,62 +376,3 @@ def _policy_of(run: str) -> str:
     if adapter.is_file():
         return str(json.loads(adapter.read_text())["base_model_name_or_path"])
     raise ValueError(f"{run!r} holds no policy/; give --model, what the drafter drafts for")
-
-
-# Warm-up.
-
-
-def warm_up(
-    engine: RolloutEngine,
-    trainer: DrafterTrainer,
-    proposer: Eagle3Proposer,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    folder: Path,
-    *,
-    rows: int,
-    seconds: float,
-    steps: int = 0,
-    seed: int = 0,
-    say: Callable[[str], None] = print,
-) -> Eagle3Drafter:
-    """Trains the drafter on completions of these prompts and saves it after every round.
-
-    rows: completions per round, each of another prompt. It ends after `seconds`, or after `steps`
-    train steps if that is sooner; a round is not begun that would not leave time to train on it.
-    """
-    started, round_seconds, num_round = time.monotonic(), 0.0, 0
-    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
-    steps = trainer.version + steps if steps else sys.maxsize
-    end = started + seconds
-    while trainer.version < steps and time.monotonic() + 2 * round_seconds < end:
-        first = num_round * rows
-        chosen = [prompts[order[(first + i) % len(order)]] for i in range(rows)]
-        keys = [row_key(seed, _WARMUP_GENERATION, first + i) for i in range(rows)]
-        stats = engine.generate(chosen, params, keys).stats
-        round_seconds, num_round = stats.seconds, num_round + 1
-        trainer.refresh_vocab()
-        until = min(end, time.monotonic() + round_seconds)
-        if end - until < 2 * round_seconds:  # no time for another round: train to the end
-            until = end
-        done = _train(trainer, until, steps)
-        trainer.buffer.next_step()
-        proposer.reload()
-        engine.bandit.renew(proposer.name)
-        save_drafter(folder, trainer.drafter)
-        say(
-            f"{time.monotonic() - started:.0f} s: round {num_round}, {stats.tokens} tokens, accept "
-            f"length {stats.accept_length:.2f}; {trainer.version} train steps, expected acceptance "
-            + " ".join(f"{a:.2f}" for a in done.get("acceptance", []))
-        )
-    return trainer.drafter
-
-
-def _train(trainer: DrafterTrainer, until: float, steps: int) -> dict[str, Any]:
-    """Train steps until this time; what the last one said."""
-    done: dict[str, Any] = {}
-    while time.monotonic() < until and trainer.version < steps:
-        done = trainer.train_step()
-        if not done["tokens"]:
-            break
-    return done

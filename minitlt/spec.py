@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import mean, median
+from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 import psutil
@@ -218,18 +218,23 @@ class Rollout:
 
 
 class Bandit:
-    """BEG-MAB (TLT, section on adaptive rollout): buckets by active rows, epsilon-greedy over the
-    tokens per second of a sliding window. `off` is an arm like any other.
+    """BEG-MAB (TLT, section on adaptive rollout): buckets by active rows, epsilon-greedy over
+    tokens per second in a sliding window. `off` is an arm like any other.
 
-    The window's value is mean tokens over median seconds. TLT takes the median of tokens per
-    second, which is blind where it matters most: alone, a draft that is accepted 45 % of the time
-    has the median of a draft that never is. Seconds keep the median, so a hiccup does no harm.
+    TLT takes the median of tokens per second. That is blind where it matters most: alone, a draft
+    that is accepted 45 % of the time has the median of one that never is. Here an arm's value is
 
-    An arm is tried `tries` times in a bucket before it is judged there, unless it cannot win: its
-    accept length is known from other buckets, and more rows or deeper drafts never take less time.
-    That bound is the break-even prior which keeps exploration cheap. When a drafter changes,
-    `renew` shortens the memory of its arms, so that yesterday's acceptance does not bind.
+        active * accept length / median seconds of a step in this bucket
+
+    Seconds belong to the bucket; acceptance hardly depends on company, so what other buckets saw
+    of it counts as `PRIOR_ROWS` row-steps. An arm is tried for `tries` row-steps in a bucket before
+    it is judged there, unless it cannot win: more rows or deeper drafts never take less time. That
+    bound is the break-even prior which keeps exploration cheap. When a drafter changes, `renew`
+    shortens the memory of its arms, so that yesterday's acceptance does not bind.
     """
+
+    PRIOR_ROWS = 16.0
+    SLACK = 1.1
 
     def __init__(
         self,
@@ -237,18 +242,18 @@ class Bandit:
         *,
         epsilon: float = 0.05,
         window: int = 40,
-        tries: int = 2,
-        slack: float = 1.1,
+        tries: int = 4,
         seed: int = 0,
     ) -> None:
         if not arms:
             raise ValueError("the bandit needs at least one arm, e.g. off")
         self.arms = list(dict.fromkeys(arms))
-        self.epsilon, self.window, self.tries, self.slack = epsilon, window, tries, slack
+        self.epsilon, self.window, self.tries = epsilon, window, tries
         self._random = random.Random(seed)
-        self._tokens: dict[tuple[int, str], deque[float]] = {}  # (bucket, arm) -> per step
-        self._seconds: dict[tuple[int, str], deque[float]] = {}  # (bucket, arm) -> per step
-        self._accepts: dict[str, deque[float]] = {}  # arm -> tokens per row, in any bucket
+        # Per step, in windows: (tokens, rows) and seconds by bucket and arm, (tokens, rows) by arm.
+        self._here: dict[tuple[int, str], deque[tuple[int, int]]] = {}
+        self._seconds: dict[tuple[int, str], deque[float]] = {}
+        self._anywhere: dict[str, deque[tuple[int, int]]] = {}
 
     @staticmethod
     def bucket(active: int) -> int:
@@ -256,12 +261,23 @@ class Bandit:
         return active.bit_length() - 1
 
     def seen(self, active: int, arm: Arm) -> int:
-        return len(self._tokens.get((self.bucket(active), arm.name), ()))
+        """Row-steps remembered of this arm in this bucket."""
+        return sum(rows for _, rows in self._here.get((self.bucket(active), arm.name), ()))
 
-    def value(self, bucket: int, name: str) -> float:
-        """Tokens per second of an arm in a bucket; 0 if it was never tried there."""
-        key = (bucket, name)
-        return mean(self._tokens[key]) / median(self._seconds[key]) if key in self._tokens else 0.0
+    def accept_length(self, active: int, arm: Arm) -> float:
+        """Tokens per row-step to expect of this arm; at least the target's own."""
+        anywhere = self._anywhere.get(arm.name)
+        if not anywhere:
+            return 1.0
+        pooled = sum(t for t, _ in anywhere) / sum(r for _, r in anywhere)
+        here = self._here.get((self.bucket(active), arm.name), ())
+        tokens = self.PRIOR_ROWS * pooled + sum(t for t, _ in here)
+        return tokens / (self.PRIOR_ROWS + sum(r for _, r in here))
+
+    def value(self, active: int, arm: Arm) -> float:
+        """Tokens per second to expect; 0 if the arm was never tried in this bucket."""
+        seconds = self._seconds.get((self.bucket(active), arm.name))
+        return active * self.accept_length(active, arm) / median(seconds) if seconds else 0.0
 
     def choose(self, active: int) -> Arm:
         hopeful = [a for a in self.arms if not self._cannot_win(active, a)] or self.arms
@@ -270,17 +286,16 @@ class Bandit:
             return min(fresh, key=lambda arm: self.seen(active, arm))
         if self._random.random() < self.epsilon:
             return self._random.choice(hopeful)
-        return max(hopeful, key=lambda arm: self.value(self.bucket(active), arm.name))
+        return max(hopeful, key=lambda arm: self.value(active, arm))
 
     def _cannot_win(self, active: int, arm: Arm) -> bool:
         """Even its highest possible value, with some slack, is below another arm's seen here."""
-        accepts = self._accepts.get(arm.name, ())
-        if len(accepts) < self.tries or arm.source == OFF:
+        anywhere = self._anywhere.get(arm.name, ())
+        if sum(rows for _, rows in anywhere) < self.tries or arm.source == OFF:
             return False
-        bucket = self.bucket(active)
-        best = max((self.value(bucket, a.name) for a in self.arms if a != arm), default=0.0)
-        floor = self._least_seconds(bucket, arm)
-        return mean(accepts) * active * self.slack < best * floor
+        best = max((self.value(active, a) for a in self.arms if a != arm), default=0.0)
+        highest = active * self.accept_length(active, arm) * self.SLACK
+        return highest < best * self._least_seconds(self.bucket(active), arm)
 
     def _least_seconds(self, bucket: int, arm: Arm) -> float:
         """A step cannot take less than a smaller one took: fewer rows, or a shallower draft."""
@@ -294,38 +309,38 @@ class Bandit:
 
     def record(self, active: int, arm: Arm, tokens: int, seconds: float) -> None:
         key = (self.bucket(active), arm.name)
-        self._remember(self._tokens, key, tokens)
+        self._remember(self._here, key, (tokens, active))
         self._remember(self._seconds, key, max(seconds, 1e-9))
-        self._remember(self._accepts, arm.name, tokens / active)
+        self._remember(self._anywhere, arm.name, (tokens, active))
 
-    def _remember(self, table: dict[Any, deque[float]], key: Any, value: float) -> None:
+    def _remember(self, table: dict[Any, Any], key: Any, value: Any) -> None:
         table.setdefault(key, deque(maxlen=self.window)).append(value)
 
     def renew(self, source: str, keep: int = 1) -> None:
         """The drafter behind `source` changed: its arms keep their last `keep` results only."""
         names = {arm.name for arm in self.arms if arm.source == source}
-        stale = [t for (_, name), t in self._tokens.items() if name in names]
-        stale += [a for name, a in self._accepts.items() if name in names]
-        for values in stale:
-            while len(values) > keep:
-                values.popleft()
+        stale = [steps for (_, name), steps in self._here.items() if name in names]
+        stale += [steps for name, steps in self._anywhere.items() if name in names]
+        for steps in stale:
+            while len(steps) > keep:
+                steps.popleft()
 
     def state_dict(self) -> dict[str, Any]:
         version, internal, gauss = self._random.getstate()
         tables = {
-            "tokens": [[*key, list(v)] for key, v in self._tokens.items()],
+            "here": [[*key, list(v)] for key, v in self._here.items()],
             "seconds": [[*key, list(v)] for key, v in self._seconds.items()],
-            "accepts": [[name, list(v)] for name, v in self._accepts.items()],
+            "anywhere": [[name, list(v)] for name, v in self._anywhere.items()],
         }
         return {"random": [version, list(internal), gauss], **tables}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         version, internal, gauss = state["random"]
         self._random.setstate((version, tuple(internal), gauss))
-        fresh = functools.partial(deque, maxlen=self.window)
-        self._tokens = {(b, name): fresh(v) for b, name, v in state["tokens"]}
+        fresh: Callable[..., Any] = functools.partial(deque, maxlen=self.window)
+        self._here = {(b, name): fresh(map(tuple, v)) for b, name, v in state["here"]}
         self._seconds = {(b, name): fresh(v) for b, name, v in state["seconds"]}
-        self._accepts = {name: fresh(v) for name, v in state["accepts"]}
+        self._anywhere = {name: fresh(map(tuple, v)) for name, v in state["anywhere"]}
 
 
 class RolloutEngine:
@@ -671,8 +686,8 @@ def process_logits(
         num_nodes = draft.tokens_BT.shape[1]
         at_T = torch.arange(num_nodes, device=scores.device)
         on_path = ((ancestor_bits(draft.parents_BT)[:, :, None] >> at_T) & 1).bool()
-        b, n, m = torch.nonzero(on_path & (draft.tokens_BT >= 0)[:, None], as_tuple=True)
-        seen[b, n, draft.tokens_BT[b, m]] = True
+        at, n, m = torch.nonzero(on_path & (draft.tokens_BT >= 0)[:, None], as_tuple=True)
+        seen[at, n, draft.tokens_BT[at, m]] = True
         penalty = params.repetition_penalty
         scores = torch.where(
             seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores

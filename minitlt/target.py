@@ -561,6 +561,7 @@ def attend(q_NHD: Tensor, store: Tensor, step: _Step, size: tuple[int, int]) -> 
     rows = slice(step.first_slot, step.first_slot + num_rows)
     k, v = (store[rows, : step.read, i].transpose(1, 2) for i in (0, 1))  # [B, K, S, D]
     if step.grouped_mask is None:
+        assert step.bits_BT is not None
         q = q_NHD.view(num_rows, num_nodes, -1, head_dim).transpose(1, 2)
         out = tree_attention(q, k, v, None, step.lengths_B, step.bits_BT, head_dim**-0.5)
         return out.transpose(1, 2).reshape(num_rows * num_nodes, -1)
@@ -628,7 +629,8 @@ class ModuleTarget:
         self.shape = TargetShape.from_config(config)
         self.device = torch.device(device) if device else next(model.parameters()).device
         self.dtype = dtype
-        self.module: Any = type(model)(config).to(self.device, dtype).eval()
+        model_class: Any = type(model)
+        self.module: Any = model_class(config).to(self.device, dtype).eval()
         self.module.requires_grad_(False)
         self.module.set_attn_implementation("sdpa")
         names = inspect.signature(self.module.forward).parameters

@@ -38,13 +38,21 @@ ALLOWED = {
     # training
     "guards": {"spec"},
     "rl": {"config", "distill", "draft", "drafter", "eagle3", "ngram", "events", "guards", "kernels",
-           "spec", "spot", "target"},
+           "spec", "spot", "target", "export", "models"},
     "run": {"config", "distill", "drafter", "eagle3", "export", "events", "kernels", "models",
             "report", "rl", "spec", "spot", "swap", "tasks"},
     "launch": {"report", "page", "swap"},
-    "cli": {"config", "launch", "models", "page", "report", "run"},
+    # commands
+    "simulate": {"events", "report"},
+    "compare": {"events", "report"},
+    "doctor": {"kernels", "models"},
+    "serve": {"drafter", "eagle3", "export", "kernels", "models", "spec", "target", "tasks"},
+    "warmup": {"distill", "eagle3", "kernels", "rl", "run", "serve", "spec", "spot", "tasks"},
+    "cli": {"compare", "config", "doctor", "launch", "models", "page", "report", "run", "serve",
+            "simulate", "spec", "warmup"},
 }  # fmt: skip
-LIGHT = ["config", "models", "tasks", "events", "report", "charts", "pictures", "page", "cli"]
+LIGHT = ["config", "models", "tasks", "events", "report", "charts", "pictures", "page", "simulate",
+         "compare", "doctor", "cli"]  # fmt: skip
 
 
 def imports(path):

@@ -334,13 +334,15 @@ def test_bandit_settles_on_the_fastest_arm_per_bucket_and_resumes():
     assert [bandit.choose(64) for _ in range(50)] == [other.choose(64) for _ in range(50)]
     bandit.renew("eagle")
     assert bandit.seen(1, ARMS[2]) == 1 and bandit.seen(1, ARMS[0]) > 1
+    with pytest.raises(ValueError, match="at least one arm"):
+        Bandit([])
 
 
 def test_bandit_does_not_try_what_cannot_win():
     """With one token per row at any depth, drafts cost time and bring nothing: known after one
     bucket, so the others hardly explore."""
     useless = dict.fromkeys(ACCEPT, 1)
-    bandit = Bandit(ARMS, epsilon=0.0, tries=3)
+    bandit = Bandit(ARMS, epsilon=0.0)
     play(bandit, 1, 30, useless, step_seconds)
     for active in (2, 4, 8, 16):
         picks = play(bandit, active, 30, useless, step_seconds)
@@ -350,7 +352,7 @@ def test_bandit_does_not_try_what_cannot_win():
 def test_bandit_sees_acceptance_below_one_half():
     """Alone, two tokens every other step beat one token every step: the mean tells, a median of
     tokens per second would not."""
-    bandit = Bandit(ARMS[:1] + ARMS[2:], epsilon=0.0, tries=4)
+    bandit = Bandit(ARMS[:1] + ARMS[2:], epsilon=0.0)
     picks = []
     for i in range(100):
         arm = bandit.choose(1)

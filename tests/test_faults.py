@@ -1,0 +1,273 @@
+"""Faults for real: processes are killed, disks fill up, rewards misbehave.
+
+Every case ends in one clear line and its exit code within a minute, leaves no process and no file
+in shared memory, and `--resume` goes on. All of it runs `minitlt train` on a tiny model with two
+ranks, so it is slow; the rewards that follow are named in its recipe. Run: pytest -m slow
+tests/test_faults.py
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from tiny import save_tiny_model
+
+from minitlt.events import read_events
+from minitlt.run import checkpoints, last_checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+PATIENCE_S = 240.0  # for a phase to come, on a busy machine
+END_S = 60.0  # promised from a fault to the end
+SHARED = Path("/dev/shm")
+
+
+def plain_reward(completions, **_):
+    return [float(len(str(c)) % 7) for c in completions]
+
+
+def slow_reward(completions, **_):
+    time.sleep(3.0)
+    return plain_reward(completions)
+
+
+def raising_reward(completions, **_):
+    raise KeyError("no such answer")
+
+
+def short_reward(completions, **_):
+    return [1.0]
+
+
+def nan_reward(completions, **_):
+    return [float("nan")] * len(completions)
+
+
+def hanging_reward(completions, **_):
+    time.sleep(3600)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """Makes a config file of a tiny two-rank run; keyword arguments override."""
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(folder / "model", num_hidden_layers=4)
+    (folder / "data.jsonl").write_text('{"prompt": "2 + 2", "answer": "4"}\n' * 32)
+
+    def make(reward="plain_reward", **extra):
+        values = {
+            "model_name_or_path": str(folder / "model"),
+            "nproc": 2,
+            "task": {
+                "name": str(folder / "data.jsonl"),
+                "options": {"rewards": [f"test_faults.{reward}"]},
+            },
+            "max_steps": 4,
+            "per_device_train_batch_size": 4,
+            "num_generations": 4,
+            "max_completion_length": 48,
+            "learning_rate": 1e-4,
+            "save_steps": 1,
+            "save_total_limit": 2,
+            "gradient_checkpointing": False,
+            "logging_steps": 1,
+            "drafter": {"draft_vocab_size": 64},
+            **extra,
+        }
+        path = folder / f"{reward}-{len(list(folder.glob('*.yaml')))}.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    return make
+
+
+class Run:
+    """`minitlt train` in its own session, with what it leaves behind."""
+
+    def __init__(self, folder, *arguments, before=()):
+        self.folder = folder
+        self.shared = set(SHARED.glob("minitlt-*"))
+        command = [sys.executable, "-m", "minitlt.cli", "train", *map(str, arguments)]
+        self.process = subprocess.Popen(
+            [*before, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=dict(os.environ, PYTHONPATH=str(Path(__file__).parent)),
+        )
+        self.ranks = []
+
+    def wait_for(self, name, rank=None, step=None):
+        """Until the log holds such an event; remembers the rank's processes on the way."""
+        give_up = time.monotonic() + PATIENCE_S
+        while time.monotonic() < give_up and self.process.poll() is None:
+            log = self.folder / "events.jsonl"
+            for event in read_events(log) if log.exists() else ():
+                wanted = {"event": name, "rank": rank, "step": step}
+                if all(event.get(key) == v for key, v in wanted.items() if v is not None):
+                    self.see()
+                    return
+            time.sleep(0.02)
+        pytest.fail(f"no {name} came: {self.end()}")
+
+    def see(self):
+        """The ranks' processes, by rank."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.ranks = sorted(
+            (c for c in children if "RANK" in c.environ()), key=lambda c: c.environ()["RANK"]
+        )
+        assert len(self.ranks) == 2
+
+    def end(self, within=PATIENCE_S):
+        """(exit code, stderr's own lines); nothing of the run is left."""
+        started = time.monotonic()
+        try:
+            _, stderr = self.process.communicate(timeout=within)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        print(f"ended after {time.monotonic() - started:.1f} s: {stderr.strip()}")
+        _, alive = psutil.wait_procs(self.ranks, timeout=1)
+        assert not alive
+        assert set(SHARED.glob("minitlt-*")) <= self.shared
+        assert "Traceback" not in stderr, stderr
+        return self.process.returncode, [s for s in stderr.splitlines() if s.startswith("minitlt:")]
+
+
+def resume(folder):
+    """The run goes on to its end; returns the step at which it went on."""
+    step = int(last_checkpoint(folder).name.split("-")[-1])
+    again = Run(folder, "--resume", folder)
+    code, lines = again.end()
+    assert code == 0, lines
+    events = read_events(folder / "events.jsonl")
+    steps = [e["step"] for e in events if e["event"] == "update"]
+    assert max(steps) == 4 and len([e for e in events if e["event"] == "summary"]) == 1
+    assert (folder / "policy" / "model.safetensors").exists()
+    assert {p.name for p in checkpoints(folder / "checkpoints")} == {"checkpoint-3", "checkpoint-4"}
+    return step
+
+
+@pytest.mark.parametrize(
+    ("phase", "rank"),
+    [("generating", 1), ("harvesting", 1), ("updating", 0), ("checkpointing", 1)],
+)
+def test_a_killed_rank_ends_the_run(recipe, tmp_path, phase, rank):
+    folder = tmp_path / "run"
+    config = recipe(
+        "slow_reward" if phase == "updating" else "plain_reward",
+        max_completion_length=400 if phase == "generating" else 48,
+        generation_kwargs={"min_new_tokens": 390 if phase == "generating" else 1},
+        spot={"steps_per_window": 10_000} if phase == "harvesting" else {},
+        drafter={"draft_vocab_size": 64, "pack_tokens": 64},
+    )
+    run = Run(folder, "--config", config, "--run-dir", folder)
+    if phase == "generating":
+        run.wait_for("rollout_progress", rank)
+    elif phase == "harvesting":
+        run.wait_for("harvest_step", rank)
+    elif phase == "updating":
+        run.wait_for("merge", rank, step=2)
+    else:
+        run.wait_for("update", step=2)
+        while not (folder / "checkpoints" / "checkpoint-2").exists():
+            time.sleep(0.001)
+    run.ranks[rank].kill()
+    code, lines = run.end(within=END_S)
+    assert code == 1
+    assert len(lines) == 1 and f"rank {rank} was killed" in lines[0]
+    if phase in ("updating", "checkpointing"):
+        assert resume(folder) in (1, 2)
+
+
+def test_a_killed_launcher_takes_its_ranks_along(recipe, tmp_path):
+    folder = tmp_path / "run"
+    run = Run(folder, "--config", recipe(), "--run-dir", folder)
+    run.wait_for("update", step=1)
+    run.process.kill()
+    _, alive = psutil.wait_procs(run.ranks, timeout=END_S)
+    assert not alive
+    assert set(SHARED.glob("minitlt-*")) <= run.shared
+    run.end()
+    assert resume(folder) >= 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupts_save_and_resume(recipe, tmp_path, number):
+    folder = tmp_path / "run"
+    run = Run(folder, "--config", recipe(save_steps=100), "--run-dir", folder)
+    run.wait_for("rollout_start", step=2)
+    run.process.send_signal(number)
+    _, stderr = run.process.communicate(timeout=END_S)
+    assert run.process.returncode == 130
+    assert "--resume" in stderr and "Traceback" not in stderr
+    assert not psutil.wait_procs(run.ranks, timeout=1)[1]
+    assert set(SHARED.glob("minitlt-*")) <= run.shared
+    step = int(last_checkpoint(folder).name.split("-")[-1])
+    again = Run(folder, "--resume", folder)
+    assert again.end()[0] == 0
+    events = read_events(folder / "events.jsonl")
+    steps = [e["step"] for e in events if e["event"] == "update"]
+    assert sorted(steps) == [1, 2, 3, 4] and step in (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [("raising_reward", "no such answer"), ("nan_reward", "score nan"),
+     ("hanging_reward", "no result within")],
+)  # fmt: skip
+def test_a_bad_reward_scores_zero_and_is_said(recipe, tmp_path, reward, message):
+    run = Run(tmp_path / "run", "--config", recipe(reward, max_steps=1),
+              "--run-dir", tmp_path / "run")  # fmt: skip
+    code, lines = run.end()
+    assert (code, lines) == (0, [])
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    guards = [e for e in events if e["event"] == "guard" and e["name"] == "reward_failed"]
+    assert {e["rank"] for e in guards} == {0, 1}
+    assert all(message in e["message"] and e["count"] == 4 for e in guards)
+    assert [e["reward"] for e in events if e["event"] == "update"] == [0.0]
+
+
+def test_a_reward_of_the_wrong_length_ends_the_run(recipe, tmp_path):
+    run = Run(tmp_path / "run", "--config", recipe("short_reward"), "--run-dir", tmp_path / "run")
+    code, lines = run.end()
+    assert code == 1 and len(lines) == 1
+    assert "'short_reward' returned 1 values for 4 completions" in lines[0]
+
+
+def small_disk(folder, megabytes):
+    """Words before a command that give it a small disk of its own at `folder`; skips where the
+    kernel does not let users mount one."""
+    script = f'mount -t tmpfs -o size={megabytes}m tmpfs "{folder}" && exec "$@"'
+    before = ["unshare", "-rm", "sh", "-c", script, "sh"]
+    if not shutil.which("unshare") or subprocess.run([*before, "true"], check=False).returncode:
+        pytest.skip("no private mounts here")
+    return before
+
+
+def test_a_full_disk_ends_the_run_with_its_reason(recipe, tmp_path):
+    """One checkpoint of some 2 MB fits, the second does not."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run = Run(folder, "--config", recipe(), "--run-dir", folder, before=small_disk(folder, 5))
+    code, lines = run.end()
+    assert code == 1 and len(lines) == 1
+    assert "No space left on device" in lines[0]
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused_at_once(recipe, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    before = small_disk(folder, 1)
+    before[4] = before[4].replace("-o size=1m", "-o size=1m,ro")
+    run = Run(folder, "--config", recipe(), "--run-dir", folder, before=before)
+    code, lines = run.end()
+    assert code == 2 and len(lines) == 1
+    assert "cannot be written: Read-only file system" in lines[0]
