@@ -7,7 +7,7 @@ The language. A prompt is `tell 3:`, an answer counts sentences down and ends wi
 The first letters of a word are a choice, the others follow from it, and the number in the prompt
 decides the length: uncertain and certain tokens alternate as in real text, and lengths have a tail.
 One character is one token. The weights lie beside this file, so no lesson waits for training;
-`python lessons/toy.py` makes them again (1,500 steps, about 10 minutes on one thread).
+`python lessons/toy.py` makes them again (2,000 steps, a few minutes on one thread).
 
 Left out: everything that would make it a good language model.
 """
@@ -18,17 +18,23 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 WEIGHTS = Path(__file__).with_name("toy.safetensors")
-PAD, START, STOP = 0, 1, 2  # STOP is the newline
+PAD, START, STOP = 0, 1, 2  # STOP is the newline; START exists because some libraries ask for one
 CHARACTERS = "\n abcdefghijklmnopqrstuvwxyz0123456789.:"
-WHO = "fox cat hen dog wolf queen king uncle teacher sailor baker doctor robot child giant".split()
-HOW = "red old young clever hungry sleepy silver gentle strange proud".split()
-DID = "ran slept laughed waited jumped danced shouted vanished".split()
-ACTED = "saw found lost painted carried followed wanted remembered".split()
-WHAT = "lamp door apple river letter mirror garden window basket bridge candle blanket".split()
-WHOSE = "the a my her".split()
+WHO, HOW, DID, ACTED, WHAT, WHOSE = (
+    words.split()
+    for words in (
+        "fox cat hen dog wolf queen king uncle teacher sailor baker doctor robot child giant",
+        "red old young clever hungry sleepy silver gentle strange proud",
+        "ran slept laughed waited jumped danced shouted vanished",
+        "saw found lost painted carried followed wanted remembered",
+        "lamp door apple river letter mirror garden window basket bridge candle blanket",
+        "the a my her",
+    )
+)
 
 
 def encode(text: str) -> list[int]:
@@ -41,7 +47,7 @@ def decode(tokens: list[int]) -> str:
 
 def prompt(num_sentences: int) -> list[int]:
     """`tell 3:` as tokens; the number goes from 1 to 9."""
-    return [START, *encode(f"tell {num_sentences}:")]
+    return encode(f"tell {num_sentences}:")
 
 
 def story(num_sentences: int, choose: random.Random) -> str:
@@ -98,15 +104,30 @@ def load_model() -> LlamaForCausalLM:
     return model
 
 
-def train(num_steps: int = 1500, num_rows: int = 24, seed: int = 0) -> LlamaForCausalLM:
-    """Next-token prediction on fresh stories; prints the loss in nats per token."""
+def tokenizer() -> PreTrainedTokenizerFast:
+    """The same characters as `encode`, as the kind of tokenizer that TRL asks for."""
+    byte_level = {"\n": "\u010a", " ": "\u0120"}  # how byte-level tokenizers write these two
+    names = ["<pad>", "<start>", *(byte_level.get(c, c) for c in CHARACTERS)]
+    vocab = {name: i for i, name in enumerate(names)}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    special = {"pad_token": "<pad>", "bos_token": "<start>", "eos_token": names[STOP]}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+
+
+def train(num_steps: int = 2000, batch: int = 72, seed: int = 0) -> LlamaForCausalLM:
+    """Next-token prediction on fresh stories, `batch` sentences a step, all rows equally long.
+
+    Prints the loss in nats per token.
+    """
     choose, model = random.Random(seed), new_model(config(), seed, std=0.08).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95))
     for step in range(num_steps):
         for group in optimizer.param_groups:
             group["lr"] = 4e-3 * min(1, (step + 1) / 50, (num_steps - step) / (0.7 * num_steps))
-        counts = [choose.randint(1, 9) if i % 2 else choose.randint(1, 3) for i in range(num_rows)]
-        rows = [torch.tensor(prompt(n) + encode(story(n, choose))) for n in counts]
+        n = choose.randint(1, 9)
+        rows = [torch.tensor(prompt(n) + encode(story(n, choose))) for _ in range(batch // n)]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
         logits = model(tokens[:, :-1]).logits
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=PAD)

@@ -104,7 +104,7 @@ def train(
     if smoke:
         shrink(settings, overrides)
     os.environ.update(settings.env)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if "WORLD_SIZE" in os.environ or "MINITLT_LAUNCHER" in os.environ:
         _train_rank(settings, run_dir or Path("runs") / source.stem, resume is not None)
     else:
         _train_parent(settings, source.stem, run_dir, resume is not None, dry_run)
@@ -134,8 +134,11 @@ def _train_rank(settings: Any, run_dir: Path, resume: bool) -> None:
     from minitlt.run import last_checkpoint, prepare, train
 
     alone = "MINITLT_LAUNCHER" not in os.environ  # no parent of ours looks after the folder
-    prepared = prepare(settings, run_dir, int(os.environ["WORLD_SIZE"]))
-    first = os.environ["RANK"] == "0"
+    world, first = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+    if not alone and world != settings.nproc:
+        _fail(f"accelerate_config {settings.accelerate_config} starts {world} ranks, not the "
+              f"{settings.nproc} of nproc")  # fmt: skip
+    prepared = prepare(settings, run_dir, world)
     if alone and first:
         open_run_folder(run_dir, settings.as_yaml())
         (run_dir / "stop").unlink(missing_ok=True)
@@ -199,11 +202,13 @@ def _accelerate(settings: Any, dry_run: bool) -> list[str]:
     wish = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     if wish.get("distributed_type") == "DEEPSPEED" and not find_spec("deepspeed") and not dry_run:
         _fail(f"accelerate_config {name}: needs deepspeed; pip install deepspeed")
-    if not wish.get("use_cpu") and not dry_run:
+    if wish.get("distributed_type") in ("FSDP", "DEEPSPEED") and not dry_run:
         import torch
 
         if not torch.cuda.is_available():
             _fail(f"accelerate_config {name}: needs GPUs, and torch sees none here")
+    if wish.get("use_cpu") and settings.nproc > 1:
+        _fail(f"accelerate_config {name}: accelerate starts one rank on a CPU; --nproc starts more")
     port = ["--main_process_port", str(free_port())]
     return ["-m", "accelerate.commands.launch", "--config_file", str(file), *port,
             "--num_processes", str(settings.nproc)]  # fmt: skip

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,8 @@ _FIRST_SIZE = 64  # pairs of the first step, before anything is known about spee
 _SMALLEST, _LARGEST = 32, 16_384
 _TARGET_SHARE = 0.8  # of the time budget that a step aims at
 _DECAY = 8  # a count loses 1/8 per step, so the draft vocabulary follows the policy
+_COUNT = 1024  # what one token adds to a count: expected counts are fractions
+_MOST_LAWS = 512  # positions per call whose whole law is computed for the counts
 
 
 @dataclass(eq=False)
@@ -55,6 +57,7 @@ class Row:
     features_NF: Tensor
     hidden_NH: Tensor
     step: int
+    counted: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -76,24 +79,26 @@ class ReplayBuffer:
 
     When it is full, rows of the oldest step go first, the shortest of them first: what remains of
     an earlier step are its longest rows. 8H bytes per token in bfloat16 (SmolLM2-135M 4.6 KB).
+
+    target_head: returns the target's head [W, H]; set by the trainer. With it, `counts` are those
+    that the target expects.
     """
 
     def __init__(self, config: DrafterConfig | None = None, *, vocab_size: int) -> None:
         self.config = config or DrafterConfig()
         self.rows: list[Row] = []
         self.step = self.num_tokens = 0
+        self.target_head: Callable[[], Tensor] | None = None
         self._counts_W = torch.zeros(vocab_size, dtype=torch.int64)
 
     def add(
         self, tokens: list[int], prompt_len: int, features_NF: Tensor, hidden_NH: Tensor
     ) -> None:
-        """Takes over the tensors. Rows that could not teach anything are only counted."""
+        """Takes over the tensors. Rows that could not teach anything are dropped."""
         assert len(features_NF) == len(hidden_NH) == len(tokens) - 1
-        tokens_L = torch.tensor(tokens)
-        self._counts_W += torch.bincount(tokens_L[prompt_len:], minlength=len(self._counts_W))
         if len(tokens) - prompt_len < 2:
             return
-        self.rows.append(Row(tokens_L, prompt_len, features_NF, hidden_NH, self.step))
+        self.rows.append(Row(torch.tensor(tokens), prompt_len, features_NF, hidden_NH, self.step))
         self.num_tokens += len(tokens)
         while self.num_tokens > self.config.buffer_tokens and len(self.rows) > 1:
             worst = min(self.rows, key=lambda row: (row.step, row.num_tokens))
@@ -106,7 +111,21 @@ class ReplayBuffer:
         self._counts_W -= self._counts_W // _DECAY
 
     def counts(self) -> Tensor:
-        """How often each token stood in recent responses of this rank, int64 [W]; a copy."""
+        """How often each token is to be expected in recent responses of this rank, int64 [W].
+
+        In units of 1/1024 token. With `target_head` a response position counts with the target's
+        whole law there (at most 512 positions of the rows that are new since the last call) and
+        not only with the one token that was drawn: from few rows that tells far more of the rare
+        tokens (4,096 tokens chosen from 4,400 covered 0.920 of fresh ones instead of 0.873).
+        """
+        new = [row for row in self.rows if not row.counted]
+        if new and self.target_head is not None:
+            self._counts_W += _expected_counts(new, self.target_head())
+        for row in new:
+            if self.target_head is None:
+                tokens_R = row.tokens_L[row.prompt_len :]
+                self._counts_W += _COUNT * tokens_R.bincount(minlength=len(self._counts_W))
+            row.counted = True
         return self._counts_W.clone()
 
     def sample(self, num_pairs: int, num_steps: int, random: torch.Generator) -> list[Window]:
@@ -143,9 +162,9 @@ class ReplayBuffer:
             "counts": self._counts_W,
             "step": torch.tensor(self.step),
             "shapes": torch.tensor(
-                [[row.num_tokens, row.prompt_len, row.step] for row in self.rows],
+                [[r.num_tokens, r.prompt_len, r.step, r.counted] for r in self.rows],
                 dtype=torch.int64,
-            ).view(-1, 3),
+            ).view(-1, 4),
             "tokens": torch.cat([row.tokens_L for row in self.rows]) if self.rows else empty.long(),
             "features": torch.cat([row.features_NF for row in self.rows]) if self.rows else empty,
             "hidden": torch.cat([row.hidden_NH for row in self.rows]) if self.rows else empty,
@@ -154,15 +173,33 @@ class ReplayBuffer:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._counts_W, self.step = state["counts"].clone(), int(state["step"])
         self.rows, token, pair = [], 0, 0
-        for length, prompt_len, step in state["shapes"].tolist():
+        for length, prompt_len, step, counted in state["shapes"].tolist():
             tokens = slice(token, token + length)
             pairs = slice(pair, pair + length - 1)
             features, hidden = state["features"][pairs].clone(), state["hidden"][pairs].clone()
             self.rows.append(
-                Row(state["tokens"][tokens].clone(), prompt_len, features, hidden, step)
+                Row(
+                    state["tokens"][tokens].clone(),
+                    prompt_len,
+                    features,
+                    hidden,
+                    step,
+                    bool(counted),
+                )
             )
             token, pair = tokens.stop, pairs.stop
         self.num_tokens = token
+
+
+@torch.no_grad()
+def _expected_counts(rows: list[Row], head_WH: Tensor) -> Tensor:
+    total = sum(row.num_tokens - row.prompt_len for row in rows)
+    stride = -(-total // _MOST_LAWS)
+    hidden = torch.cat([row.hidden_NH[row.prompt_len - 1 :: stride] for row in rows])
+    mass_W = torch.zeros(len(head_WH), dtype=torch.float64, device=head_WH.device)
+    for chunk_NH in hidden.to(head_WH).split(64):
+        mass_W += (chunk_NH @ head_WH.T).float().softmax(-1).sum(0)
+    return (mass_W * (_COUNT * total / len(hidden))).round().long().cpu()
 
 
 def _query_span(row: Row, num_steps: int) -> tuple[int, int]:
@@ -222,6 +259,7 @@ class DrafterTrainer:
         self.drafter, self.buffer = drafter, buffer
         self.config = config = config or DrafterConfig()
         self.version = 0
+        buffer.target_head = drafter.target_head
         self.random = torch.Generator().manual_seed(config.seed)
         self._size = float(config.pack_tokens or _FIRST_SIZE)
         self._narrow = product_dtype(config.train_dtype, drafter.fc) == torch.bfloat16
@@ -335,7 +373,7 @@ class DrafterTrainer:
     # The draft vocabulary.
 
     def coverage(self, counts_W: Tensor) -> float:
-        """The part of these response tokens that the drafter can guess at all."""
+        """The part of these (expected) response tokens that the drafter can guess at all."""
         total = int(counts_W.sum())
         return int(counts_W[self.drafter.ids_V.cpu()].sum()) / total if total else 0.0
 

@@ -347,14 +347,18 @@ class Eagle3Drafter(nn.Module):
         A full vocabulary is the tensor itself. A reduced one is gathered once per version of the
         target's head and of `ids_V`.
         """
-        assert self._target.head is not None, "tie() the drafter to its target first"
-        head = self._target.head.detach()
+        head = self.target_head()
         if not self.config.reduced:
-            return head[: self.config.vocab_size]
+            return head
         key = (self._target.ties, head.data_ptr(), head._version, self.ids_V._version)
         if self._rows is None or self._rows[0] != key:
             self._rows = (key, head[self.ids_V.to(head.device)].to(self.fc.dtype))
         return self._rows[1]
+
+    def target_head(self) -> Tensor:
+        """The target's head itself, [W, H], detached."""
+        assert self._target.head is not None, "tie() the drafter to its target first"
+        return self._target.head.detach()[: self.config.vocab_size]
 
     def embed(self, tokens_N: Tensor) -> Tensor:
         assert self._target.embed is not None, "tie() the drafter to its target first"

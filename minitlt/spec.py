@@ -230,7 +230,7 @@ class Bandit:
     of it counts as `PRIOR_ROWS` row-steps. An arm is tried for `tries` row-steps in a bucket before
     it is judged there, unless it cannot win: more rows or deeper drafts never take less time. That
     bound is the break-even prior which keeps exploration cheap. When a drafter changes, `renew`
-    shortens the memory of its arms, so that yesterday's acceptance does not bind.
+    makes its arms prove themselves again, so that yesterday's acceptance does not bind.
     """
 
     PRIOR_ROWS = 16.0
@@ -316,14 +316,14 @@ class Bandit:
     def _remember(self, table: dict[Any, Any], key: Any, value: Any) -> None:
         table.setdefault(key, deque(maxlen=self.window)).append(value)
 
-    def renew(self, source: str, keep: int = 1) -> None:
-        """The drafter behind `source` changed: its arms keep their last `keep` results only."""
+    def renew(self, source: str) -> None:
+        """The drafter behind `source` changed: what its arms achieved is forgotten, what their
+        steps cost is not."""
         names = {arm.name for arm in self.arms if arm.source == source}
-        stale = [steps for (_, name), steps in self._here.items() if name in names]
-        stale += [steps for name, steps in self._anywhere.items() if name in names]
-        for steps in stale:
-            while len(steps) > keep:
-                steps.popleft()
+        for table in (self._here, self._anywhere):
+            for key in list(table):
+                if (key if isinstance(key, str) else key[1]) in names:
+                    del table[key]
 
     def state_dict(self) -> dict[str, Any]:
         version, internal, gauss = self._random.getstate()

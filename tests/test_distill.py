@@ -316,9 +316,22 @@ def test_counts_are_of_response_tokens_and_fade():
     buffer = ReplayBuffer(vocab_size=W)
     taps = torch.zeros(19, 3 * H)
     buffer.add([7] * 4 + [9] * 16, 4, taps, taps[:, :H])
-    assert int(buffer.counts()[9]) == 16 and int(buffer.counts()[7]) == 0
+    for _ in range(2):  # a row counts once
+        assert int(buffer.counts()[9]) == 16 * 1024 and int(buffer.counts()[7]) == 0
     buffer.next_step()
-    assert int(buffer.counts()[9]) == 14
+    assert int(buffer.counts()[9]) == 14 * 1024
+
+
+def test_counts_are_what_the_target_expects():
+    """With a head a position counts with its whole law, scaled to the number of tokens."""
+    buffer = make_buffer(rows=[(3, 9, 1), (5, 20, 2)])
+    head = torch.randn(W, H, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    buffer.target_head = lambda: head
+    hidden = torch.cat([row.hidden_NH[row.prompt_len - 1 :] for row in buffer.rows])
+    assert len(hidden) == 6 + 15
+    expected = torch.softmax(hidden @ head.T, -1).sum(0)
+    torch.testing.assert_close(buffer.counts() / 1024, expected.float(), rtol=0, atol=2e-3)
+    assert DrafterTrainer(make_drafter(23), buffer, config()).buffer.target_head is not None
 
 
 # The buffer.
@@ -340,7 +353,7 @@ def test_buffer_keeps_the_longest_rows_of_earlier_steps():
 
 def test_buffer_skips_rows_that_teach_nothing():
     buffer = make_buffer(rows=[(5, 6, 1)])  # one response token, which the target never read
-    assert not buffer.rows and int(buffer.counts().sum()) == 1
+    assert not buffer.rows and not buffer.counts().any()
 
 
 def test_samples_mix_old_and_new_rows():

@@ -271,3 +271,49 @@ def test_a_run_folder_that_cannot_be_written_is_refused_at_once(recipe, tmp_path
     code, lines = run.end()
     assert code == 2 and len(lines) == 1
     assert "cannot be written: Read-only file system" in lines[0]
+
+
+def test_soak(recipe, tmp_path):
+    """200 steps: memory flat within 2 %, no growth in files, threads and shared memory."""
+    folder, steps = tmp_path / "run", 200
+    config = recipe(
+        max_steps=steps,
+        save_steps=20,
+        save_total_limit=1,
+        max_completion_length=32,
+        drafter={"draft_vocab_size": 64, "buffer_tokens": 2048, "ngram_tokens": 4000},
+    )
+    run = Run(folder, "--config", config, "--run-dir", folder)
+    run.wait_for("update", step=steps // 2)
+    early = measure(run, 15)
+    run.wait_for("update", step=steps - 25)
+    late = measure(run, 15)
+    print("early", early, "late", late)
+    checkpoint = sum(f.stat().st_size for f in (folder / "checkpoints").rglob("*") if f.is_file())
+    for before, after in zip(early, late, strict=True):
+        assert after["bytes"] < 1.02 * before["bytes"]
+        for name in ("files", "threads", "shared"):
+            assert after[name] <= before[name], name
+    code, lines = run.end()
+    assert (code, lines) == (0, [])
+    assert len(checkpoints(folder / "checkpoints")) == 1
+    after = sum(f.stat().st_size for f in (folder / "checkpoints").rglob("*") if f.is_file())
+    assert after < 1.1 * checkpoint
+
+
+def measure(run, seconds):
+    """Per rank the median of its memory and the most files, threads and shared files seen."""
+    samples = []
+    for _ in range(seconds * 2):
+        shared = len(set(SHARED.glob("minitlt-*")) - run.shared)
+        samples.append([
+            (rank.memory_info().rss, rank.num_fds(), rank.num_threads(), shared)
+            for rank in run.ranks
+        ])  # fmt: skip
+        time.sleep(0.5)
+    result = []
+    for seen in zip(*samples, strict=True):
+        size, files, threads, shared = zip(*seen, strict=True)
+        result.append({"bytes": sorted(size)[len(size) // 2], "files": max(files),
+                       "threads": max(threads), "shared": max(shared)})  # fmt: skip
+    return result

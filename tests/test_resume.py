@@ -19,7 +19,6 @@ from tiny import save_tiny_model
 from transformers import TrainerCallback
 
 from minitlt import run, spec
-from minitlt.config import ConfigError
 from minitlt.launch import free_port
 from minitlt.spot import SpotConfig
 

@@ -1,0 +1,260 @@
+"""Every guard is tripped once: what must not go wrong in silence is counted and said."""
+
+import dataclasses
+import json
+import os
+
+import pytest
+import torch
+from grpo import make_trainer
+from tiny import save_tiny_model
+
+from minitlt import run
+from minitlt.config import ConfigError
+from minitlt.draft import Draft, chain_parents
+from minitlt.eagle3 import DrafterConfig
+from minitlt.guards import FP32_GAP, NARROW_GAP, Guards, largest_gap
+from minitlt.rl import build_speculation
+from minitlt.spot import SpotConfig
+from minitlt.tasks import GuardedReward
+
+pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
+
+
+class ListLog:
+    def __init__(self):
+        self.lines = []
+
+    def write(self, event, **fields):
+        self.lines.append({"event": event, **fields})
+
+    def guards(self):
+        return {e["name"]: e for e in self.lines if e["event"] == "guard"}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+
+
+@pytest.fixture
+def trainer(model_dir, tmp_path):
+    made = make_trainer(model_dir, tmp_path, arms=("off",), log=ListLog(), length=12)
+    made.model.train()
+    yield made
+    made.speculation.spot.close()
+
+
+def generate(trainer, prompts=4):
+    return trainer._generate_single_turn([[5, 6, 7]] * prompts, None, {}, 4)
+
+
+def test_a_sound_rollout_trips_nothing(trainer):
+    before = torch.get_rng_state()
+    generate(trainer)
+    assert torch.equal(before, torch.get_rng_state())
+    assert trainer.model.training
+    assert trainer.guards.counts == {}
+    assert trainer._metrics["train"]["guard/logprob_gap"][0] < 1e-4
+
+
+def test_stale_weights_are_said_and_mended(trainer):
+    """The policy moves behind the engine's back: the first check sees it and refreshes."""
+    trainer.refresh_weights()
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.data.mul_(1.1)  # leaves the version counter that the fingerprint reads
+    generate(trainer)
+    assert trainer.guards.counts == {"stale_weights": 1}
+    message = trainer.event_log.guards()["stale_weights"]["message"]
+    assert "refreshing the engine's weights mended it" in message
+
+
+def test_an_engine_that_computes_something_else_is_said(trainer):
+    target = trainer.speculation.engine.target
+    forward = target.forward
+
+    def wrong(*args, **kwargs):
+        logits, taps = forward(*args, **kwargs)
+        return (None if logits is None else logits * 1.01), taps
+
+    target.forward = wrong
+    generate(trainer)
+    assert trainer.guards.counts == {"logprobs_differ": 1}
+    trainer.rollout_config.check_every = 2  # generation 1 is not looked at, generation 2 is
+    generate(trainer)
+    assert trainer.guards.counts == {"logprobs_differ": 1}
+    generate(trainer)
+    assert trainer.guards.counts == {"logprobs_differ": 2}
+
+
+def test_drafts_that_are_never_accepted_are_said(model_dir, tmp_path):
+    """A drafter that proposes what the target never samples, once it has been trained."""
+    trainer = make_trainer(model_dir, tmp_path, arms=("eagle-2",), log=ListLog(), length=40)
+    parts = trainer.speculation
+
+    def absurd(slots, roots_B, keys_B, positions_B, temperatures_B, depth, width):
+        tokens_BT = torch.full((len(slots), depth + 1), 99)  # an id that is suppressed below
+        tokens_BT[:, 0] = roots_B
+        return Draft(tokens_BT, chain_parents(depth).expand(len(slots), -1).contiguous())
+
+    parts.proposer.propose = absurd
+    with torch.no_grad():
+        trainer.model.lm_head.weight[99] = 0.0
+        trainer.model.lm_head.weight[99] -= 5 * trainer.model.lm_head.weight[:99].mean(0)
+    trainer.model.train()
+    trainer.sampling = dataclasses.replace(trainer.sampling, suppress_ids=(99,), min_new_tokens=38)
+    generate(trainer, 8)
+    assert "drafts_refused" not in trainer.guards.counts  # it has learned nothing yet
+    parts.trainer.version = 5
+    generate(trainer, 8)
+    assert trainer.guards.counts["drafts_refused"] == 1
+    parts.spot.close()
+
+
+def test_some_nan_logits_are_counted_and_a_row_of_them_ends_the_run(trainer):
+    target = trainer.speculation.engine.target
+    forward = target.forward
+
+    def spoil(rows):
+        def spoiled(*args, **kwargs):
+            logits, taps = forward(*args, **kwargs)
+            if logits is not None:
+                logits[:, :, rows] = torch.nan
+            return logits, taps
+
+        return spoiled
+
+    trainer.rollout_config.check_every = 0
+    target.forward = spoil(slice(90, 93))
+    ids, _ = generate(trainer)
+    expected = 3 * sum(map(len, ids))
+    assert trainer.guards.counts == {"nan_logits": expected}
+    assert len([e for e in trainer.event_log.lines if e["event"] == "guard"]) == 1
+    target.forward = spoil(slice(None))
+    with pytest.raises(RuntimeError, match=r"all NaN \(row 0, token 0\): its weights"):
+        generate(trainer)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda r: r.completion_ids.pop(),
+        lambda r: r.completion_ids.append(r.completion_ids[0]),
+        lambda r: (r.completion_ids[1].clear(), r.logprobs[1].clear()),
+        lambda r: r.logprobs[2].pop(),
+        lambda r: (r.completion_ids[0].pop(), r.logprobs[0].pop()),
+    ],
+    ids=["lost", "doubled", "empty", "logprob", "token"],
+)
+def test_lost_and_doubled_rows_end_the_run(trainer, monkeypatch, spoil):
+    engine = trainer.speculation.engine
+    real = engine.generate
+
+    def spoiled(*args):
+        rollout = real(*args)
+        spoil(rollout)
+        return rollout
+
+    monkeypatch.setattr(engine, "generate", spoiled)
+    with pytest.raises(RuntimeError, match="guard rows: "):
+        generate(trainer)
+    assert trainer.event_log.guards()["rows"]["count"] == 1
+
+
+def test_failures_of_rewards_are_counted():
+    log, calls = ListLog(), []
+
+    def flaky(prompts, completions, **_):
+        calls.append(len(completions))
+        if "bad" in completions:
+            raise KeyError("bad")
+        return [1.0 if c == "good" else float("inf") for c in completions]
+
+    reward, guards = GuardedReward(flaky), Guards(log.write)
+    assert reward(["p"] * 3, ["good", "bad", "odd"]) == [1.0, 0.0, 0.0]
+    guards.rewards([reward, flaky])
+    guards.rewards([reward, flaky])
+    assert guards.counts == {"reward_failed": 2}
+    assert "flaky" in log.guards()["reward_failed"]["message"]
+
+
+def test_guards_speak_less_and_less_often():
+    log = ListLog()
+    guards = Guards(log.write)
+    for _ in range(9):
+        guards.say("x", "y")
+    assert [e["count"] for e in log.lines] == [1, 2, 4, 8]
+    guards.say("x", "y", times=100)
+    assert log.lines[-1]["count"] == guards.counts["x"] == 109
+
+
+def test_tolerance_follows_the_narrowest_dtype():
+    assert largest_gap([torch.float32, torch.float64]) == FP32_GAP
+    assert largest_gap([torch.float32, torch.bfloat16]) == NARROW_GAP
+
+
+def test_fixed_steps_need_a_fixed_size(model_dir, tmp_path):
+    with pytest.raises(ConfigError, match="steps_per_window needs drafter"):
+        build_speculation(None, None, DrafterConfig(), SpotConfig(steps_per_window=1), device="cpu")
+
+
+# Checkpoints: whole, torn, foreign.
+
+
+@pytest.fixture
+def checkpoint(trainer, tmp_path):
+    """A run folder with one sealed checkpoint."""
+    folder = tmp_path / "checkpoints" / "checkpoint-1"
+    (tmp_path / "config.yaml").write_text("nproc: 1\n")
+    generate(trainer)
+    run.save_state(trainer, folder / "minitlt")
+    (folder / "model.bin").write_bytes(b"x" * 100)
+    run.seal(folder)
+    return folder
+
+
+def test_a_torn_checkpoint_is_passed_over(checkpoint, tmp_path):
+    torn = checkpoint.with_name("checkpoint-2")
+    (torn / "minitlt").mkdir(parents=True)
+    assert run.last_checkpoint(tmp_path) == checkpoint  # newer, but never sealed
+    for name in ("model.bin", "minitlt/rank0.safetensors"):
+        size = (checkpoint / name).stat().st_size
+        os.truncate(checkpoint / name, size - 1)
+        with pytest.raises(ConfigError, match="no whole checkpoint"):
+            run.last_checkpoint(tmp_path)
+        with open(checkpoint / name, "ab") as file:
+            file.write(b"x")
+        assert run.last_checkpoint(tmp_path) == checkpoint
+    for text in ("", "[1]", '{"gone.bin": 1}'):
+        (checkpoint / "minitlt" / "whole.json").write_text(text)
+        assert not run.is_whole(checkpoint)
+
+
+def test_a_spoiled_part_is_named(trainer, checkpoint):
+    path = checkpoint / "minitlt" / "rank0.safetensors"
+    whole = path.read_bytes()
+    for spoiled in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), b"", b"no such format"):
+        path.write_bytes(spoiled)
+        with pytest.raises(ConfigError, match="does not hold what rank 0 needs to resume"):
+            run.load_state(trainer, path.parent)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"rank0\.safetensors does not hold"):
+        run.load_state(trainer, path.parent)
+
+
+def test_another_number_of_ranks_is_refused(trainer, checkpoint, monkeypatch):
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    with pytest.raises(ConfigError, match="the run had 1 ranks, not 2"):
+        run.load_state(trainer, checkpoint / "minitlt")
+
+
+def test_old_checkpoints_go_when_the_new_one_is_whole(trainer, checkpoint, tmp_path):
+    trainer.args.save_total_limit = 1
+    keeper = run.StateCallback(trainer)
+    assert trainer.args.save_total_limit is None
+    trainer.state.global_step = 2
+    trainer.args.output_dir = str(tmp_path / "checkpoints")
+    keeper.on_save(trainer.args, trainer.state, trainer.control)
+    assert [p.name for p in run.checkpoints(tmp_path / "checkpoints")] == ["checkpoint-2"]
+    assert json.loads((tmp_path / "checkpoints/checkpoint-2/minitlt/whole.json").read_text())
