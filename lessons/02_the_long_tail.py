@@ -40,7 +40,9 @@ roll(0)  # the first run is slower
 rollouts = [roll(rank) for rank in range(4)]
 print(decode(rollouts[0].completion_ids[0]))
 lengths = sorted(len(tokens) for rollout in rollouts for tokens in rollout.completion_ids)
-print(f"{len(lengths)} completions: median {lengths[len(lengths) // 2]} tokens, longest {lengths[-1]}")
+print(
+    f"{len(lengths)} completions: median {lengths[len(lengths) // 2]} tokens, longest {lengths[-1]}"
+)
 
 # %% [markdown]
 # We ran the four ranks one after the other and now lay their clocks side by side. The engine kept
@@ -54,7 +56,9 @@ for rank, rollout in enumerate(rollouts):
     times = [t for t, _ in rollout.stats.active_trace] + [ends[rank]]
     active = [0.8 * n / 16 for _, n in rollout.stats.active_trace] + [0]
     floor = 3 - rank
-    axes.fill_between(times, floor, [floor + a for a in active], step="post", color=BLUE, linewidth=0)
+    axes.fill_between(
+        times, floor, [floor + a for a in active], step="post", color=BLUE, linewidth=0
+    )
     axes.barh(floor + 0.4, last - ends[rank], 0.8, ends[rank], color=GREY, alpha=0.4)
     if last - ends[rank] > 0.12 * last:
         axes.text((ends[rank] + last) / 2, floor + 0.4, "idle", ha="center", va="center")

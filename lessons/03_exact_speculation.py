@@ -172,7 +172,9 @@ again = coupled_verify(
 classic_again = rejection_verify(
     spread(target_logits, 2), spread(other_logits, 1), other_own, keys, positions, ones
 )
-print("coupled:", int((coupled.tokens_BD[:, 0] != again.tokens_BD[:, 0]).sum()), "of", NUM, "differ")
+print(
+    "coupled:", int((coupled.tokens_BD[:, 0] != again.tokens_BD[:, 0]).sum()), "of", NUM, "differ"
+)
 print("classic:", int((classic.tokens_BD[:, 0] != classic_again.tokens_BD[:, 0]).sum()), "differ")
 
 # %% [markdown]

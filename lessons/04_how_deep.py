@@ -173,7 +173,9 @@ def check(answer) -> None:
     ]
     for (skill, passes, guess), wanted in cases:
         got = answer(skill, passes, guess)
-        assert got == wanted, f"skill {skill}, guess {guess} s, passes {passes}: {got}, not {wanted}"
+        assert got == wanted, (
+            f"skill {skill}, guess {guess} s, passes {passes}: {got}, not {wanted}"
+        )
     coin = random.Random(0)
     for _ in range(50):
         skill, guess = coin.random(), 0.3 * coin.random()

@@ -56,7 +56,9 @@ def read_cells(lesson: Path) -> list[Cell]:
                 cells[-1].line += 1
             text = "\n".join(lines).strip("\n")
             if cells[-1].kind == MARKDOWN:
-                text = "\n".join(line.removeprefix("#").removeprefix(" ") for line in text.split("\n"))
+                text = "\n".join(
+                    line.removeprefix("#").removeprefix(" ") for line in text.split("\n")
+                )
             cells[-1].source = text
         elif any(line.strip() for line in lines):
             raise ValueError(f"{lesson.name} has text before its first cell")
@@ -147,14 +149,18 @@ def notebook_path(lesson: Path) -> Path:
 def main(wanted: list[str]) -> None:
     chosen = [lesson for lesson in LESSONS if not wanted or number_of(lesson) in wanted]
     if unknown := set(wanted) - {number_of(lesson) for lesson in chosen}:
-        raise SystemExit(f"no lesson {', '.join(sorted(unknown))}; there are 01 to {len(LESSONS):02d}")
+        raise SystemExit(
+            f"no lesson {', '.join(sorted(unknown))}; there are 01 to {len(LESSONS):02d}"
+        )
     NOTEBOOKS.mkdir(exist_ok=True)
     for lesson in chosen:
         start = time.perf_counter()
         cells, _ = run_lesson(lesson)
         text = nbformat.writes(notebook(lesson, cells)) + "\n"
         if len(text) > MOST_BYTES:
-            raise SystemExit(f"{lesson.name}: the notebook has {len(text)} bytes, above {MOST_BYTES}")
+            raise SystemExit(
+                f"{lesson.name}: the notebook has {len(text)} bytes, above {MOST_BYTES}"
+            )
         notebook_path(lesson).write_text(text)
         seconds = time.perf_counter() - start
         print(f"{notebook_path(lesson).name}: {seconds:.0f} s, {len(text) / 1e3:.0f} kB")

@@ -39,6 +39,12 @@ def picture(
     return figure, figure.subplots(rows, columns, **options)
 
 
+def plain_ticks(axis: Any, ticks: Sequence[float]) -> None:
+    """These ticks, written as plain numbers, and no others; for logarithmic axes."""
+    axis.set_ticks(list(ticks), [f"{tick:g}" for tick in ticks])
+    axis.set_ticks([], minor=True)
+
+
 def png(figure: Figure) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=110)
@@ -128,12 +134,16 @@ class Oracle:
         width: int,
     ) -> Draft:
         rows = []
-        for root, key, at in zip(roots_B.tolist(), keys_B.tolist(), positions_B.tolist(), strict=True):
+        for root, key, at in zip(
+            roots_B.tolist(), keys_B.tolist(), positions_B.tolist(), strict=True
+        ):
             prompt_len, tokens = self.answers[key]
             coin = random.Random(key ^ at)
             truth = (tokens[at - prompt_len :] + [0] * depth)[:depth]
             lies = [coin.random() >= self.skill for _ in truth]
-            rows.append([root] + [(t + lie) % self.vocab for t, lie in zip(truth, lies, strict=True)])
+            rows.append(
+                [root] + [(t + lie) % self.vocab for t, lie in zip(truth, lies, strict=True)]
+            )
         return Draft(torch.tensor(rows), chain_parents(depth).expand(len(rows), -1))
 
     def begin(self, *args: Any) -> None: ...

@@ -7,7 +7,7 @@ The language. A prompt is `tell 3:`, an answer counts sentences down and ends wi
 The first letters of a word are a choice, the others follow from it, and the number in the prompt
 decides the length: uncertain and certain tokens alternate as in real text, and lengths have a tail.
 One character is one token. The weights lie beside this file, so no lesson waits for training;
-`python lessons/toy.py` makes them again (2,000 steps, a few minutes on one thread).
+`python lessons/toy.py` makes them again (800 steps, a few minutes on one thread).
 
 Left out: everything that would make it a good language model.
 """
@@ -116,7 +116,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, **special)
 
 
-def train(num_steps: int = 2000, batch: int = 72, seed: int = 0) -> LlamaForCausalLM:
+def train(num_steps: int = 800, batch: int = 72, seed: int = 0) -> LlamaForCausalLM:
     """Next-token prediction on fresh stories, `batch` sentences a step, all rows equally long.
 
     Prints the loss in nats per token.

@@ -180,8 +180,15 @@ def key(ax: Any, meanings: dict[str, str]) -> None:
 
     patches = [Patch(color=colour(meaning), label=text) for text, meaning in meanings.items()]
     ax.legend(
-        handles=patches, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=len(patches),
-        handlelength=0.8, handleheight=0.8, handletextpad=0.4, columnspacing=1.1, borderpad=0.2,
+        handles=patches,
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 1.0),
+        ncols=len(patches),
+        handlelength=0.8,
+        handleheight=0.8,
+        handletextpad=0.4,
+        columnspacing=1.1,
+        borderpad=0.2,
     )
 
 
@@ -192,14 +199,23 @@ def run_key(ax: Any, runs: Sequence[Run]) -> None:
 
     if len(runs) < 2:
         return
-    lines = [Line2D([], [], color=run_colour(runs, i, ""), label=run.name.lstrip("_"))
-             for i, run in enumerate(runs)]
+    lines = [
+        Line2D([], [], color=run_colour(runs, i, ""), label=run.name.lstrip("_"))
+        for i, run in enumerate(runs)
+    ]
     columns = max(1, 48 // (max(len(run.name) for run in runs) + 5))
     lift = ScaledTranslation(0, 17 / 72, ax.figure.dpi_scale_trans)  # over the title
     ax.legend(
-        handles=lines, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=columns,
-        bbox_transform=ax.transAxes + lift, handlelength=1.0, handletextpad=0.4,
-        columnspacing=1.1, borderpad=0.2, labelcolor="linecolor",
+        handles=lines,
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 1.0),
+        ncols=columns,
+        bbox_transform=ax.transAxes + lift,
+        handlelength=1.0,
+        handletextpad=0.4,
+        columnspacing=1.1,
+        borderpad=0.2,
+        labelcolor="linecolor",
     )
 
 
@@ -211,7 +227,12 @@ def end_labels(ax: Any, labels: Sequence[tuple[float, float, str, str]]) -> None
     for x, y, text, tint in sorted(labels, key=lambda label: label[1]):
         below = max(y, below + gap)
         ax.annotate(
-            text, (x, below), xytext=(7, 0), textcoords="offset points", va="center", color=tint,
+            text,
+            (x, below),
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+            color=tint,
             annotation_clip=False,
         )
 

@@ -225,9 +225,7 @@ class EventLog:
     run goes on. `clock` returns unix seconds (replaced by tests).
     """
 
-    def __init__(
-        self, path: str | Path, rank: int, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, path: str | Path, rank: int, clock: Callable[[], float] = time.time) -> None:
         self.path = Path(path)
         self.rank = rank
         self._clock = clock

@@ -147,8 +147,7 @@ def _samples_html(run: Run) -> str:
     return (
         "<h2>Sample completions</h2><p>Token by token: <mark>drafted and accepted</mark>, or the "
         "target's own (a correction, or a step without drafts). The text is the same either way."
-        "</p>"
-        + "".join(cards)
+        "</p>" + "".join(cards)
     )
 
 
@@ -180,8 +179,9 @@ def _config_differences(runs: list[Run]) -> str:
 def _messages_html(run: Run) -> str:
     """What the guards and notes said; of each guard the latest word."""
     guards = {event["name"]: event for event in run.of("guard")}
-    lines = [f"{name} ({event['count']} times): {event['message']}"
-             for name, event in guards.items()]
+    lines = [
+        f"{name} ({event['count']} times): {event['message']}" for name, event in guards.items()
+    ]
     lines += [event["message"] for event in run.of("note")][-20:]
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     return f"<h2>Warnings and notes</h2><ul>{items}</ul>" if items else ""
@@ -205,8 +205,12 @@ def _about_html(run: Run) -> str:
     opened = run.of("run")
     if not opened:
         return ""
-    parts = [("Configuration", "config"), ("Package versions", "versions"),
-             ("Target model", "target"), ("Machine", "machine")]
+    parts = [
+        ("Configuration", "config"),
+        ("Package versions", "versions"),
+        ("Target model", "target"),
+        ("Machine", "machine"),
+    ]
     body = "".join(
         f"<h3>{title}</h3>"
         + _table((escape(key), escape(value)) for key, value in _flat(opened[-1][name]).items())

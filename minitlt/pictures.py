@@ -175,17 +175,30 @@ def _mark_lengths(ax: Any, values: list[int], cap: int | None) -> None:
     ax.set_ylim(0, ax.get_ylim()[1] * 1.35)
     for row, (x, text, side) in enumerate(marks):
         at = 1 - 0.09 * row  # each mark has its own line of text
-        ax.axvline(x, ymax=at, color=colour("ink"), linewidth=1,
-                   linestyle="-" if text == "cap" else (0, (4, 3)))
-        ax.annotate(f"{text} {number(x)}", (x, at), xycoords=("data", "axes fraction"),
-                    xytext=(4 if side == "left" else -4, 0), textcoords="offset points",
-                    ha=side, va="top")
+        ax.axvline(
+            x,
+            ymax=at,
+            color=colour("ink"),
+            linewidth=1,
+            linestyle="-" if text == "cap" else (0, (4, 3)),
+        )
+        ax.annotate(
+            f"{text} {number(x)}",
+            (x, at),
+            xycoords=("data", "axes fraction"),
+            xytext=(4 if side == "left" else -4, 0),
+            textcoords="offset points",
+            ha=side,
+            va="top",
+        )
 
 
 def draw_lengths(runs: list[Run]) -> Picture | None:
     """Histogram of completion lengths with its median, 90th percentile and the cap."""
-    rollouts = [[end for ends in by_step(run.events, "rollout_end").values() for end in ends]
-                for run in runs]
+    rollouts = [
+        [end for ends in by_step(run.events, "rollout_end").values() for end in ends]
+        for run in runs
+    ]
     lengths = [[length for end in ends for length in end["lengths"]] for ends in rollouts]
     if not all(lengths) or max(map(len, lengths)) < 2:
         return None
@@ -199,13 +212,21 @@ def draw_lengths(runs: list[Run]) -> Picture | None:
         _mark_lengths(ax, values, _cap(runs[0]))
     else:
         for index, own in enumerate(lengths):
-            ax.hist(own, bins=edges, weights=[100 / len(own)] * len(own), histtype="step",
-                    color=run_colour(runs, index, "generate"), linewidth=1.8)
+            ax.hist(
+                own,
+                bins=edges,
+                weights=[100 / len(own)] * len(own),
+                histtype="step",
+                color=run_colour(runs, index, "generate"),
+                linewidth=1.8,
+            )
         run_key(ax, runs)
         ax.set_title("% of completions")
     ax.set_xlabel("completion length, tokens")
-    cuts = [sum(end["truncated"] for end in ends) / len(own)
-            for ends, own in zip(rollouts, lengths, strict=True)]
+    cuts = [
+        sum(end["truncated"] for end in ends) / len(own)
+        for ends, own in zip(rollouts, lengths, strict=True)
+    ]
     if len(runs) == 1:
         shows = "Lengths of all completions, with the median, the 90th percentile and the cap."
         concludes = (
@@ -215,8 +236,10 @@ def draw_lengths(runs: list[Run]) -> Picture | None:
         )
     else:
         shows = "Lengths of all completions of each run."
-        said = [f"{run.name}: median {number(median(own))}, longest {max(own)}, {cut:.0%} cut"
-                for run, own, cut in zip(runs, lengths, cuts, strict=True)]
+        said = [
+            f"{run.name}: median {number(median(own))}, longest {max(own)}, {cut:.0%} cut"
+            for run, own, cut in zip(runs, lengths, cuts, strict=True)
+        ]
         concludes = f"{'; '.join(said)}."
     return Picture("lengths", "Response lengths", shows, concludes, figure)
 
@@ -224,21 +247,24 @@ def draw_lengths(runs: list[Run]) -> Picture | None:
 def draw_active_rows(runs: list[Run]) -> Picture | None:
     """Rows still generating on each rank in the run's last rollout, and what the idle time did."""
     rollouts = by_step(runs[0].events, "rollout_end")
-    rollouts = {step: ends for step, ends in rollouts.items()
-                if all(end["active_trace"] for end in ends)}
+    rollouts = {
+        step: ends for step, ends in rollouts.items() if all(end["active_trace"] for end in ends)
+    }
     if not rollouts:
         return None
     step, ends = list(rollouts.items())[-1]
-    windows = {event["rank"]: event for event in by_step(runs[0].events, "harvest_end")
-               .get(step, [])}
+    windows = {
+        event["rank"]: event for event in by_step(runs[0].events, "harvest_end").get(step, [])
+    }
     shown = spread(sorted(ends, key=lambda end: end["seconds"]), 4)
     slowest = max(end["seconds"] for end in ends)
     figure, axes = new_figure(0.9 + 1.0 * len(shown), rows=len(shown), share_x=True)
     for ax, end in zip(axes, shown, strict=True):
         trace = spread(end["active_trace"], 300)
         xs, ys = [point[0] for point in trace], [point[1] for point in trace]
-        ax.fill_between(xs + [end["seconds"]], ys + [0], step="post", linewidth=0,
-                        color=colour("generate"))
+        ax.fill_between(
+            xs + [end["seconds"]], ys + [0], step="post", linewidth=0, color=colour("generate")
+        )
         window = windows.get(end["rank"])
         idle = slowest - end["seconds"]
         if idle > 0.02 * slowest:
@@ -246,11 +272,15 @@ def draw_active_rows(runs: list[Run]) -> Picture | None:
             ax.broken_barh([(end["seconds"], idle)], (0, height), color=colour("wait"))
             text = f"waits {number(idle)} s"
             if window and window["harvested_s"] > 0:
-                ax.broken_barh([(end["seconds"], min(window["harvested_s"], idle))], (0, height),
-                               color=colour("harvest"))
+                ax.broken_barh(
+                    [(end["seconds"], min(window["harvested_s"], idle))],
+                    (0, height),
+                    color=colour("harvest"),
+                )
                 text = f"harvests {number(window['harvested_s'])} of {number(idle)} s"
-            ax.annotate(text, (slowest, height), xytext=(0, 3), textcoords="offset points",
-                        ha="right")
+            ax.annotate(
+                text, (slowest, height), xytext=(0, 3), textcoords="offset points", ha="right"
+            )
         ax.set_title(f"rank {end['rank']}: rows still generating")
         ax.set_ylim(0, max(ys) * 1.05)
         integer_ticks(ax.yaxis)
@@ -321,16 +351,23 @@ def draw_timeline(runs: list[Run]) -> Picture | None:
     ax.margins(x=0.005)
     ax.set_xlabel("seconds since the start; small numbers: step")
     key(ax, {phase: phase for phase in ("generate", "harvest", "wait", "merge", "update")})
-    idle = sum(max(run.at(e) for e in ends) - run.at(end)
-               for ends in rollouts.values() for end in ends)
+    idle = sum(
+        max(run.at(e) for e in ends) - run.at(end) for ends in rollouts.values() for end in ends
+    )
     total = sum(max(end["seconds"] for end in ends) * len(ends) for ends in rollouts.values())
     slowest = [max(ends, key=run.at)["rank"] for ends in rollouts.values()]
     worst = max(set(slowest), key=slowest.count)
     harvested = sum(event["harvested_s"] for event in run.of("harvest_end"))
-    used = (f"drafter steps filled {min(harvested / idle, 1):.0%} of that" if idle and harvested
-            else "no drafter step used it")
-    straggler = (f"Rank {worst} was last in {slowest.count(worst)} of {len(slowest)} rollouts. "
-                 if len(spans) > 1 else "")
+    used = (
+        f"drafter steps filled {min(harvested / idle, 1):.0%} of that"
+        if idle and harvested
+        else "no drafter step used it"
+    )
+    straggler = (
+        f"Rank {worst} was last in {slowest.count(worst)} of {len(slowest)} rollouts. "
+        if len(spans) > 1
+        else ""
+    )
     return Picture(
         "timeline",
         "Who does what, when",
@@ -342,8 +379,13 @@ def draw_timeline(runs: list[Run]) -> Picture | None:
 
 def draw_harvest(runs: list[Run]) -> Picture | None:
     """Idle seconds available and harvested: by step for one run, totals for several."""
-    totals = [(sum(row["idle_available_s"] or 0 for row in run.steps),
-               sum(row["idle_harvested_s"] or 0 for row in run.steps)) for run in runs]
+    totals = [
+        (
+            sum(row["idle_available_s"] or 0 for row in run.steps),
+            sum(row["idle_harvested_s"] or 0 for row in run.steps),
+        )
+        for run in runs
+    ]
     if not any(total[0] for total in totals):
         return None
     figure, (ax,) = new_figure(2.6 if len(runs) == 1 else 0.9 + 0.4 * len(runs))
@@ -363,8 +405,11 @@ def draw_harvest(runs: list[Run]) -> Picture | None:
         ax.grid(axis="y", visible=False)
         ax.set_xlabel("idle seconds")
     key(ax, {"idle seconds of all ranks": "wait", "harvested": "harvest"})
-    said = [f"{run.name + ': ' if len(runs) > 1 else ''}{number(total[1])} of {number(total[0])} "
-            f"idle seconds" for run, total in zip(runs, totals, strict=True)]
+    said = [
+        f"{run.name + ': ' if len(runs) > 1 else ''}{number(total[1])} of {number(total[0])} "
+        f"idle seconds"
+        for run, total in zip(runs, totals, strict=True)
+    ]
     overshoot = sum(row["overshoot_s"] or 0 for row in runs[0].steps)
     steps = sum(row["drafter_steps"] or 0 for row in runs[0].steps)
     if len(runs) == 1 and not steps:
@@ -372,8 +417,10 @@ def draw_harvest(runs: list[Run]) -> Picture | None:
     else:
         extra = " became drafter steps"
         if len(runs) == 1:
-            extra = (f" became {number(steps)} drafter steps, for an overshoot of "
-                     f"{number(overshoot)} s that others waited")
+            extra = (
+                f" became {number(steps)} drafter steps, for an overshoot of "
+                f"{number(overshoot)} s that others waited"
+            )
     return Picture(
         "harvest",
         "Idle time, available and harvested",
@@ -388,8 +435,11 @@ def _overstated_regret(ends: list[Event]) -> float | None:
     spent = ideal = 0.0
     for end in ends:
         used = end["arms"].values()
-        rates = [arm["tokens"] / arm["seconds"] for arm in used
-                 if arm["seconds"] > 0 and arm["steps"] >= 5]
+        rates = [
+            arm["tokens"] / arm["seconds"]
+            for arm in used
+            if arm["seconds"] > 0 and arm["steps"] >= 5
+        ]
         if rates:
             spent += sum(arm["seconds"] for arm in used)
             ideal += sum(arm["tokens"] for arm in used) / max(rates)
@@ -431,13 +481,22 @@ def draw_arms(runs: list[Run]) -> Picture | None:
             here = sum(seconds.get((other, x), 0.0) for other in arms)
             share = seconds.get((arm, x), 0.0) / here if here else 0.0
             for face, alpha in ((colour("grid"), 1.0), (tint, share)):
-                ax.add_patch(Rectangle((x - 0.47, y - 0.44), 0.94, 0.88, linewidth=0,
-                                       facecolor=face, alpha=alpha))
+                ax.add_patch(
+                    Rectangle(
+                        (x - 0.47, y - 0.44), 0.94, 0.88, linewidth=0, facecolor=face, alpha=alpha
+                    )
+                )
         tokens, used_s = totals[arm]
         share = used_s / (sum(total[1] for total in totals.values()) or 1.0)
         text = f"{share:.0%}, {number(tokens / used_s if used_s else None)} tok/s"
-        ax.annotate(text, (1, y), xycoords=("axes fraction", "data"), xytext=(6, 0),
-                    textcoords="offset points", va="center")
+        ax.annotate(
+            text,
+            (1, y),
+            xycoords=("axes fraction", "data"),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+        )
     ax.set_xlim(-0.5, len(firsts) - 0.5)
     ax.set_ylim(len(arms) - 0.5, -0.5)
     ax.set_yticks(range(len(arms)), arms)
@@ -447,10 +506,15 @@ def draw_arms(runs: list[Run]) -> Picture | None:
     ax.set_xlabel("step; the darker, the larger the share of time")
     best = max(arms, key=lambda arm: totals[arm][0] / max(totals[arm][1], 1e-9))
     regret = _overstated_regret([end for ends in rollouts.values() for end in ends])
-    said = "" if regret is None else (
-        f" At the rate of each rollout's fastest strategy the rollouts would have taken "
-        f"{regret:.0%} less; that overstates the regret, since strategies are tried at different "
-        "numbers of active rows.")
+    said = (
+        ""
+        if regret is None
+        else (
+            f" At the rate of each rollout's fastest strategy the rollouts would have taken "
+            f"{regret:.0%} less; that overstates the regret, since strategies are tried at different "
+            "numbers of active rows."
+        )
+    )
     return Picture(
         "arms",
         "Strategies chosen",
@@ -506,14 +570,17 @@ def draw_throughput(runs: list[Run]) -> Picture | None:
         both = [b for b in buckets if b in rates["plain"] and b in rates["speculative"]]
         gains = [median(rates["speculative"][b]) / median(rates["plain"][b]) for b in both]
         if gains:
-            at = [f"{gain:.1f} x plain at a batch of {names[buckets.index(b)]}"
-                  for gain, b in zip(gains, both, strict=True)]
+            at = [
+                f"{gain:.1f} x plain at a batch of {names[buckets.index(b)]}"
+                for gain, b in zip(gains, both, strict=True)
+            ]
             said = f" Speculation is {', '.join(dict.fromkeys((at[0], at[-1])))}."
     return Picture(
         "throughput",
         "Rollout speed",
         "Completion tokens generated per second, by step and against the rows still active."
-        if with_rows else "Completion tokens generated per second of rollout, all ranks.",
+        if with_rows
+        else "Completion tokens generated per second of rollout, all ranks.",
         say_change(found, "rollout speed") + said,
         figure,
     )
@@ -538,13 +605,21 @@ def draw_drafter_loss(runs: list[Run]) -> Picture | None:
         xs, smooth = bucket_medians(points, 30)
         if len(runs) == 1:
             dots = spread(points, 500)
-            ax.plot([x for x, _ in dots], [y for _, y in dots], ".", color=tint, alpha=0.25,
-                    markersize=4)
+            ax.plot(
+                [x for x, _ in dots],
+                [y for _, y in dots],
+                ".",
+                color=tint,
+                alpha=0.25,
+                markersize=4,
+            )
         ax.plot(xs, smooth, color=tint)
         labels.append((xs[-1], smooth[-1], number(smooth[-1]), tint))
         prefix = f"{run.name} " if len(runs) > 1 else ""
-        said.append(f"{prefix}from {number(smooth[0])} to {number(smooth[-1])} "
-                    f"over {number(xs[-1])} steps of a rank")
+        said.append(
+            f"{prefix}from {number(smooth[0])} to {number(smooth[-1])} "
+            f"over {number(xs[-1])} steps of a rank"
+        )
     if not labels:
         return None
     if len(runs) == 1:
@@ -556,7 +631,8 @@ def draw_drafter_loss(runs: list[Run]) -> Picture | None:
         "drafter_loss",
         "The drafter learns in idle time",
         "Loss of the drafter's training steps (dots) and their medians (line)."
-        if len(runs) == 1 else "Loss of the drafter's training steps, medians.",
+        if len(runs) == 1
+        else "Loss of the drafter's training steps, medians.",
         f"Drafter loss: {'; '.join(said)}.",
         figure,
     )

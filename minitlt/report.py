@@ -169,8 +169,11 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
 
     rows = [
         ("Reward", change("reward_first", "reward_last"), "mean, first third -> last third"),
-        ("Accept length", change("accept_first", "accept_last"),
-         "tokens per verify step and row, first third -> last third"),
+        (
+            "Accept length",
+            change("accept_first", "accept_last"),
+            "tokens per verify step and row, first third -> last third",
+        ),
     ]
     plain, spec = summary.get("tok_s_plain"), summary.get("tok_s_spec")
     if plain and spec:
@@ -206,8 +209,9 @@ def print_summary(summary: dict[str, Any], run_dir: str | Path) -> None:
     run_dir = Path(run_dir)
     order = ("report.html", "pictures", "summary.json", "events.jsonl", "policy", "drafter")
     names = [name + "/" * (run_dir / name).is_dir() for name in order if (run_dir / name).exists()]
-    console.print(f"Files in {run_dir}: {', '.join(names)}", soft_wrap=True, highlight=False,
-                  markup=False)
+    console.print(
+        f"Files in {run_dir}: {', '.join(names)}", soft_wrap=True, highlight=False, markup=False
+    )
 
 
 class StopFlag(Protocol):
@@ -367,8 +371,12 @@ class Board:
         from rich.table import Table
         from rich.text import Text
 
-        style = {"generating": "bold blue", "harvesting": "bold green",
-                 "merging": "yellow", "updating": "magenta"}
+        style = {
+            "generating": "bold blue",
+            "harvesting": "bold green",
+            "merging": "yellow",
+            "updating": "magenta",
+        }
         head = Table.grid(padding=(0, 2, 0, 0))
         reward = f"reward {number(self.rewards[-1] if self.rewards else None)}"
         if len(self.rewards) > 1:

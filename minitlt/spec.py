@@ -499,9 +499,9 @@ class RolloutEngine:
         nodes_BD = verified.nodes_BD[:, :most]
         if self.arm.width > 1:
             self.target.compact(self._positions_B - 1, nodes_BD)
-        kept = _gather(taps, nodes_BD) if any(
-            d.needs_taps for d in self.drafters.values()
-        ) else taps
+        kept = (
+            _gather(taps, nodes_BD) if any(d.needs_taps for d in self.drafters.values()) else taps
+        )
         slots = list(range(len(self.active)))
         for drafter in self.drafters.values():
             drafter.observe(slots, verified.tokens_BD[:, :most], verified.num_emit_B, kept)

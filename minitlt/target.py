@@ -239,9 +239,7 @@ def _plan_step(
     )
 
 
-def _attention_mask(
-    lengths_B: Tensor, bits_BT: Tensor | None, num_nodes: int, read: int
-) -> Tensor:
+def _attention_mask(lengths_B: Tensor, bits_BT: Tensor | None, num_nodes: int, read: int) -> Tensor:
     """[B, T, S] bool: the committed context, and of the new nodes only the own ancestors."""
     at_S = torch.arange(read, device=lengths_B.device)
     node_T = torch.arange(num_nodes, device=lengths_B.device)
@@ -280,9 +278,7 @@ class Linear:
         assert self.weight is not None, "load() the weight first"
         x_NH = x_NH.to(self.dtype)
         if self.packed:
-            y = torch.ops.mkldnn._linear_pointwise(
-                x_NH, self.weight, self.bias, "none", [], ""
-            )
+            y = torch.ops.mkldnn._linear_pointwise(x_NH, self.weight, self.bias, "none", [], "")
         else:
             y = F.linear(x_NH, self.weight, self.bias)
         return y if self.device.type != "cpu" or y.dtype == torch.float64 else y.float()

@@ -90,10 +90,19 @@ class PromptStyle:
         return f"{question.strip()}\n{self.suffix}" if self.suffix else question.strip()
 
 
-def load_task(name: str, *, size: int = 500, seed: int = 0, system: str | None = None,
-              suffix: str | None = None, example: Sequence[str] | None = None, chat: bool = True,
-              rewards: Sequence[str | Reward] | None = None,
-              reward_weights: Sequence[float] | None = None, **options: Any) -> Task:
+def load_task(
+    name: str,
+    *,
+    size: int = 500,
+    seed: int = 0,
+    system: str | None = None,
+    suffix: str | None = None,
+    example: Sequence[str] | None = None,
+    chat: bool = True,
+    rewards: Sequence[str | Reward] | None = None,
+    reward_weights: Sequence[float] | None = None,
+    **options: Any,
+) -> Task:
     """Load a task by name.
 
     Args:
@@ -114,8 +123,12 @@ def load_task(name: str, *, size: int = 500, seed: int = 0, system: str | None =
         raise ValueError(f"task {name!r}: size must be at least 1, not {size}")
     if example is not None and len(example) != 2:
         raise ValueError(f"task {name!r}: example must be a question and a reply")
-    style = PromptStyle(system, SUFFIX if suffix is None else suffix,
-                        (example[0], example[1]) if example is not None else None, chat)
+    style = PromptStyle(
+        system,
+        SUFFIX if suffix is None else suffix,
+        (example[0], example[1]) if example is not None else None,
+        chat,
+    )
     own: list[str | Reward]
     if name.endswith(".jsonl"):
         rows, own = _jsonl_rows(Path(name), size, style, options), ["exact", "format"]
@@ -130,8 +143,10 @@ def load_task(name: str, *, size: int = 500, seed: int = 0, system: str | None =
     else:
         weights = [float(weight) for weight in reward_weights]
     if len(weights) != len(functions):
-        raise ValueError(f"task {name!r}: {len(weights)} reward_weights for {len(functions)} "
-                         f"rewards ({', '.join(f.__name__ for f in functions)})")
+        raise ValueError(
+            f"task {name!r}: {len(weights)} reward_weights for {len(functions)} "
+            f"rewards ({', '.join(f.__name__ for f in functions)})"
+        )
     return Task(name, rows, functions, weights)
 
 
@@ -139,16 +154,20 @@ def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[in
     """Token ids of a prompt as TRL sees it: text as it is, messages through the chat template."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
-    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True,
-                                              return_dict=True)["input_ids"])
+    return list(
+        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+    )
 
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:
     """The text of a completion in TRL's standard (str) or conversational (messages) form."""
     if isinstance(completion, str):
         return completion
-    return "\n".join(str(turn.get("content") or "") for turn in completion
-                     if turn.get("role") == "assistant")
+    return "\n".join(
+        str(turn.get("content") or "") for turn in completion if turn.get("role") == "assistant"
+    )
 
 
 _ANSWER_LINE = re.compile(r"^.*?\banswer\s*:[ \t*]*(\S.*?)\s*$", re.IGNORECASE | re.MULTILINE)
@@ -183,8 +202,9 @@ def answer_format(prompts: list[Any], completions: list[Any], **_: Any) -> list[
     return scores
 
 
-def exact_answer(prompts: list[Any], completions: list[Any], answer: list[Any],
-                 **_: Any) -> list[float]:
+def exact_answer(
+    prompts: list[Any], completions: list[Any], answer: list[Any], **_: Any
+) -> list[float]:
     """1.0 if the final answer (or the whole text, if none is marked) equals column `answer`."""
     scores = []
     for completion, wanted in zip(completions, answer, strict=True):
@@ -197,8 +217,9 @@ def exact_answer(prompts: list[Any], completions: list[Any], answer: list[Any],
 _POWER_TOWER = re.compile(r"(\^|\*\*)[\s{(]*[^\s+*/^]*(\^|\*\*)|(\^|\*\*)[\s{(]*\d{4}|\d{4}\s*!")
 
 
-def math_answer(prompts: list[Any], completions: list[Any], answer: list[Any],
-                **_: Any) -> list[float]:
+def math_answer(
+    prompts: list[Any], completions: list[Any], answer: list[Any], **_: Any
+) -> list[float]:
     """1.0 if math-verify finds the final answer equal to column `answer` (LaTeX or plain)."""
     math_verify: Any = import_module("math_verify")
     # math-verify keeps its time limits with SIGALRM, which only the main thread may set.
@@ -243,10 +264,15 @@ class GuardedReward:
         self.last_error = ""
         self.__name__ = getattr(function, "__name__", type(function).__name__)
 
-    def __call__(self, prompts: list[Any], completions: list[Any], completion_ids: Any = None,
-                 **columns: Any) -> list[float | None]:
-        columns = {"prompts": prompts, "completions": completions,
-                   "completion_ids": completion_ids, **columns}
+    def __call__(
+        self, prompts: list[Any], completions: list[Any], completion_ids: Any = None, **columns: Any
+    ) -> list[float | None]:
+        columns = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            **columns,
+        }
         count = len(completions)
         try:
             with time_limit(self.time_limit):
@@ -255,13 +281,17 @@ class GuardedReward:
             self._note(error)
             return [self._score_row(columns, row, count) for row in range(count)]
         if len(scores) != count:
-            raise ValueError(f"reward {self.__name__!r} returned {len(scores)} values for {count} "
-                             "completions; it must return one (a float or None) for each")
+            raise ValueError(
+                f"reward {self.__name__!r} returned {len(scores)} values for {count} "
+                "completions; it must return one (a float or None) for each"
+            )
         return [self._finite(score) for score in scores]
 
     def _score_row(self, columns: dict[str, Any], row: int, count: int) -> float | None:
-        one = {name: value[row : row + 1] if isinstance(value, list) and len(value) == count
-               else value for name, value in columns.items()}
+        one = {
+            name: value[row : row + 1] if isinstance(value, list) and len(value) == count else value
+            for name, value in columns.items()
+        }
         try:
             with time_limit(self.time_limit / count):
                 (score,) = self.function(**one)
@@ -288,8 +318,7 @@ class GuardedReward:
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutError in the body after `seconds`; no limit outside the main thread."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(
-            signal, "SIGALRM"):
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
 
@@ -306,10 +335,16 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 _OWN_REWARDS: dict[str, Reward] = {
-    "exact": exact_answer, "math": math_answer, "format": answer_format,
+    "exact": exact_answer,
+    "math": math_answer,
+    "format": answer_format,
 }
-_TRL_REWARDS = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward",
-                "get_soft_overlong_punishment"]
+_TRL_REWARDS = [
+    "accuracy_reward",
+    "reasoning_accuracy_reward",
+    "think_format_reward",
+    "get_soft_overlong_punishment",
+]
 
 
 def resolve_rewards(rewards: Sequence[str | Reward]) -> list[GuardedReward]:
@@ -324,9 +359,12 @@ def resolve_rewards(rewards: Sequence[str | Reward]) -> list[GuardedReward]:
     """
     if isinstance(rewards, str):
         rewards = [rewards]
-    return [reward if isinstance(reward, GuardedReward)
-            else GuardedReward(_reward_by_name(reward) if isinstance(reward, str) else reward)
-            for reward in rewards]
+    return [
+        reward
+        if isinstance(reward, GuardedReward)
+        else GuardedReward(_reward_by_name(reward) if isinstance(reward, str) else reward)
+        for reward in rewards
+    ]
 
 
 def _reward_by_name(name: str) -> Reward:
@@ -339,21 +377,26 @@ def _reward_by_name(name: str) -> Reward:
         return function
     if "." not in name:
         near = _nearest(name, [*_OWN_REWARDS, *_TRL_REWARDS])
-        raise ValueError(f"unknown reward {name!r}; {near}, or a dotted path to a function "
-                         "(my_module.my_reward)")
+        raise ValueError(
+            f"unknown reward {name!r}; {near}, or a dotted path to a function (my_module.my_reward)"
+        )
     module_name, _, attribute = name.rpartition(".")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = import_module(module_name)
     except ImportError as error:
-        raise ValueError(f"reward {name!r}: cannot import {module_name!r} ({error}); give a "
-                         "module that can be imported from here, then the function") from error
+        raise ValueError(
+            f"reward {name!r}: cannot import {module_name!r} ({error}); give a "
+            "module that can be imported from here, then the function"
+        ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if callable(value)]
-        raise ValueError(f"reward {name!r}: {module_name!r} has no function {attribute!r}; "
-                         f"{_nearest(attribute, names)}")
+        raise ValueError(
+            f"reward {name!r}: {module_name!r} has no function {attribute!r}; "
+            f"{_nearest(attribute, names)}"
+        )
     return function
 
 
@@ -366,16 +409,19 @@ def _nearest(name: str, valid: Sequence[str]) -> str:
     return "valid: " + ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")
 
 
-def _gym_rows(name: str, size: int, seed: int, style: PromptStyle,
-              options: dict[str, Any]) -> tuple[list[Row], Reward]:
+def _gym_rows(
+    name: str, size: int, seed: int, style: PromptStyle, options: dict[str, Any]
+) -> tuple[list[Row], Reward]:
     """Rows of a reasoning-gym data set and its scorer. Column `entry` is the row's index."""
     import_module("reasoning_gym")  # registers the data sets
     factory: Any = import_module("reasoning_gym.factory")
     known = sorted(set(factory.DATASETS) - {"composite"})  # a mixture, not a task
     short = name.removeprefix("reasoning_gym:")
     if short not in known:
-        raise ValueError(f"unknown task {name!r}; {_nearest(short, [*known, *HUB_SETS])} (a "
-                         "reasoning-gym data set, gsm8k, math500, hub:owner/name or a .jsonl file)")
+        raise ValueError(
+            f"unknown task {name!r}; {_nearest(short, [*known, *HUB_SETS])} (a "
+            "reasoning-gym data set, gsm8k, math500, hub:owner/name or a .jsonl file)"
+        )
     valid = [field.name for field in dataclasses.fields(factory.DATASETS[short][1])]
     for option in options:
         if option not in valid:
@@ -385,10 +431,14 @@ def _gym_rows(name: str, size: int, seed: int, style: PromptStyle,
             dataset = factory.create_dataset(short, seed=seed, size=size, **options)
             entries = [dataset[index] for index in range(size)]
         except Exception as error:  # third-party generators raise anything, often AssertionError
-            raise ValueError(f"task {short!r} cannot be generated with {options}: "
-                             f"{type(error).__name__}: {error}") from error
-    rows = [{"prompt": style.prompt(entry["question"]), "answer": str(entry["answer"]),
-             "entry": index} for index, entry in enumerate(entries)]
+            raise ValueError(
+                f"task {short!r} cannot be generated with {options}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    rows = [
+        {"prompt": style.prompt(entry["question"]), "answer": str(entry["answer"]), "entry": index}
+        for index, entry in enumerate(entries)
+    ]
     return rows, _gym_reward(short, dataset, entries)
 
 
@@ -400,8 +450,9 @@ def _gym_reward(name: str, dataset: Any, entries: list[Any]) -> Reward:
             return 0.0
         return float(dataset.score_answer(answer, entry))
 
-    def gym_score(prompts: list[Any], completions: list[Any], entry: list[int],
-                  **_: Any) -> list[float | None]:
+    def gym_score(
+        prompts: list[Any], completions: list[Any], entry: list[int], **_: Any
+    ) -> list[float | None]:
         scores: list[float | None] = []
         for completion, index in zip(completions, entry, strict=True):
             found = extract_answer(completion_text(completion))
@@ -427,10 +478,42 @@ def _dangers(dataset: Any) -> set[str]:
     return found
 
 
-_MATH_NAMES = {"sqrt", "exp", "log", "ln", "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos",
-               "atan", "sinh", "cosh", "tanh", "Abs", "pi"}
-_MATH_NODES = (ast.Expression, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow,
-               ast.UnaryOp, ast.UAdd, ast.USub, ast.Constant, ast.Name, ast.Load, ast.Call)
+_MATH_NAMES = {
+    "sqrt",
+    "exp",
+    "log",
+    "ln",
+    "sin",
+    "cos",
+    "tan",
+    "sec",
+    "csc",
+    "cot",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "Abs",
+    "pi",
+}
+_MATH_NODES = (
+    ast.Expression,
+    ast.BinOp,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.Div,
+    ast.Pow,
+    ast.UnaryOp,
+    ast.UAdd,
+    ast.USub,
+    ast.Constant,
+    ast.Name,
+    ast.Load,
+    ast.Call,
+)
 
 
 def is_harmless(answer: str, dangers: set[str]) -> bool:
@@ -466,8 +549,9 @@ def _is_arithmetic(node: ast.AST) -> bool:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         inner = [*ast.walk(node.left), *ast.walk(node.right)]
         numbers = [part.value for part in ast.walk(node.right) if isinstance(part, ast.Constant)]
-        return (not any(isinstance(part, ast.Pow | ast.Call) for part in inner)
-                and all(isinstance(n, int | float) and abs(n) <= 20 for n in numbers))
+        return not any(isinstance(part, ast.Pow | ast.Call) for part in inner) and all(
+            isinstance(n, int | float) and abs(n) <= 20 for n in numbers
+        )
     return isinstance(node, _MATH_NODES)
 
 
@@ -496,41 +580,54 @@ HUB_SETS = {
 }
 
 
-def _hub_rows(name: str, size: int, style: PromptStyle, options: dict[str, Any],
-              hub_timeout: float = 5.0) -> list[Row]:
+def _hub_rows(
+    name: str, size: int, style: PromptStyle, options: dict[str, Any], hub_timeout: float = 5.0
+) -> list[Row]:
     """Rows of a Hub data set; the Hub gets seconds to answer, not minutes of retries."""
     from minitlt.models import HubUnreachable, hub_answers
 
     path, config, split, question, answer = HUB_SETS.get(
-        name, (name.removeprefix("hub:"), None, "train", "question", "answer"))
+        name, (name.removeprefix("hub:"), None, "train", "question", "answer")
+    )
     given = {"config": config, "split": split, "question": question, "answer": answer}
     for option in options:
         if option not in given:
-            raise ValueError(f"task {name!r} has no option {option!r}; "
-                             f"{_nearest(option, list(given))}")
+            raise ValueError(
+                f"task {name!r} has no option {option!r}; {_nearest(option, list(given))}"
+            )
     given.update(options)
     constants: Any = import_module("huggingface_hub.constants")
     if not constants.HF_HUB_OFFLINE:  # offline, `datasets` itself looks into its cache at once
         problem = hub_answers(f"{constants.ENDPOINT}/api/datasets/{path}", hub_timeout)
         if problem:
             kind = ValueError if problem.startswith("the Hub says 4") else HubUnreachable
-            raise kind(f"data set {path!r} cannot be loaded: {problem}; set HF_HUB_OFFLINE=1 "
-                       "to use a cached copy, or take a reasoning-gym task or a .jsonl file")
+            raise kind(
+                f"data set {path!r} cannot be loaded: {problem}; set HF_HUB_OFFLINE=1 "
+                "to use a cached copy, or take a reasoning-gym task or a .jsonl file"
+            )
     try:
         load: Any = import_module("datasets").load_dataset
         dataset = load(path, given["config"], split=given["split"])
     except Exception as error:  # hub, network, parser and cache errors of many types
         said = str(error).splitlines()[0] if str(error) else ""
         kind = HubUnreachable if constants.HF_HUB_OFFLINE else ValueError
-        raise kind(f"data set {path!r} cannot be loaded: {type(error).__name__}: {said}; "
-                   "take a reasoning-gym task or a .jsonl file instead") from error
+        raise kind(
+            f"data set {path!r} cannot be loaded: {type(error).__name__}: {said}; "
+            "take a reasoning-gym task or a .jsonl file instead"
+        ) from error
     for column in (given["question"], given["answer"]):
         if column not in dataset.column_names:
-            raise ValueError(f"data set {path!r} has no column {column!r} but "
-                             f"{dataset.column_names}; set the options question= and answer=")
-    return [{"prompt": style.prompt(str(row[given["question"]])),
-             "answer": _after_hashes(str(row[given["answer"]]))}
-            for row in dataset.select(range(min(size, len(dataset))))]
+            raise ValueError(
+                f"data set {path!r} has no column {column!r} but "
+                f"{dataset.column_names}; set the options question= and answer="
+            )
+    return [
+        {
+            "prompt": style.prompt(str(row[given["question"]])),
+            "answer": _after_hashes(str(row[given["answer"]])),
+        }
+        for row in dataset.select(range(min(size, len(dataset))))
+    ]
 
 
 def _after_hashes(answer: str) -> str:
@@ -553,14 +650,19 @@ def _jsonl_rows(path: Path, size: int, style: PromptStyle, options: dict[str, An
                 if line.strip() and len(rows) < size:
                     rows.append(_jsonl_row(line, f"{path} line {number}", style))
                     if rows[-1].keys() != rows[0].keys():
-                        raise ValueError(f"{path} line {number}: columns {sorted(rows[-1])} differ "
-                                         f"from the first row's {sorted(rows[0])}")
+                        raise ValueError(
+                            f"{path} line {number}: columns {sorted(rows[-1])} differ "
+                            f"from the first row's {sorted(rows[0])}"
+                        )
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; give a "
-                         "UTF-8 file with one JSON object per line") from error
+        raise ValueError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}; give a "
+            "UTF-8 file with one JSON object per line"
+        ) from error
     if not rows:
-        raise ValueError(f"{path} holds no rows; give one JSON object per line with 'prompt' and "
-                         "'answer'")
+        raise ValueError(
+            f"{path} holds no rows; give one JSON object per line with 'prompt' and 'answer'"
+        )
     return rows
 
 
@@ -570,25 +672,32 @@ def _jsonl_row(line: str, where: str, style: PromptStyle) -> Row:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: must be an object with 'prompt' and 'answer', not "
-                         f"{type(row).__name__}")
+        raise ValueError(
+            f"{where}: must be an object with 'prompt' and 'answer', not {type(row).__name__}"
+        )
     for key in ("prompt", "answer"):
         if key not in row:
             raise ValueError(f"{where}: no {key!r}; it has {sorted(row)}")
     if taken := _RESERVED & row.keys():
         raise ValueError(f"{where}: column {sorted(taken)[0]!r} is a name that TRL uses; rename it")
     if not isinstance(row["answer"], str | int | float):
-        raise ValueError(f"{where}: 'answer' must be text or a number, not "
-                         f"{type(row['answer']).__name__}")
+        raise ValueError(
+            f"{where}: 'answer' must be text or a number, not {type(row['answer']).__name__}"
+        )
     prompt = row["prompt"]
     if isinstance(prompt, str) and prompt.strip():
         prompt = style.prompt(prompt)
     elif not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
-        raise ValueError(f"{where}: 'prompt' must be text or a list of messages with text under "
-                         "'role' and 'content'")
+        raise ValueError(
+            f"{where}: 'prompt' must be text or a list of messages with text under "
+            "'role' and 'content'"
+        )
     return {**row, "prompt": prompt, "answer": str(row["answer"])}
 
 
 def _is_message(turn: Any) -> bool:
-    return (isinstance(turn, dict) and isinstance(turn.get("role"), str)
-            and isinstance(turn.get("content"), str))
+    return (
+        isinstance(turn, dict)
+        and isinstance(turn.get("role"), str)
+        and isinstance(turn.get("content"), str)
+    )

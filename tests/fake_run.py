@@ -105,8 +105,12 @@ class _Fake:
             for rank, (end, _) in enumerate(ends):
                 self.clock.now = close + 0.25
                 self.logs[rank].write(
-                    "merge", step=step, seconds=0.18, steps_by_rank=window_steps,
-                    fingerprint=f"{step:08x}", wait_s=close - end if end == close else 0.03,
+                    "merge",
+                    step=step,
+                    seconds=0.18,
+                    steps_by_rank=window_steps,
+                    fingerprint=f"{step:08x}",
+                    wait_s=close - end if end == close else 0.03,
                 )
         merged = close + 0.25
         lengths = [length for _, rows in ends for length in rows]
@@ -116,9 +120,16 @@ class _Fake:
             self.row(step, row, reward, skill)
         self.clock.now = merged + rng.uniform(3.4, 4.2)
         self.logs[0].write(
-            "update", step=step, seconds=self.clock.now - merged, reward=reward,
-            reward_std=0.3, loss=rng.gauss(0, 0.02), grad_norm=rng.uniform(0.4, 1.1),
-            mean_length=sum(lengths) / len(lengths), kl=0.002 * step, entropy=1.4 - 0.5 * progress,
+            "update",
+            step=step,
+            seconds=self.clock.now - merged,
+            reward=reward,
+            reward_std=0.3,
+            loss=rng.gauss(0, 0.02),
+            grad_norm=rng.uniform(0.4, 1.1),
+            mean_length=sum(lengths) / len(lengths),
+            kl=0.002 * step,
+            entropy=1.4 - 0.5 * progress,
             step_seconds=self.clock.now - start,
         )
         self.clock.now += 0.1
@@ -163,19 +174,31 @@ class _Fake:
                 arms[arm][key] += value
             if self.clock.now - told[0] >= 1.0:
                 log.write(
-                    "rollout_progress", step=step, active=len(left), done=16 - len(left),
-                    tokens=tokens, seconds=self.clock.now - start,
+                    "rollout_progress",
+                    step=step,
+                    active=len(left),
+                    done=16 - len(left),
+                    tokens=tokens,
+                    seconds=self.clock.now - start,
                     tok_s=(tokens - told[1]) / (self.clock.now - told[0]),
-                    accept_len=(tokens - told[1]) / max(1, row_steps - told[2]), arm=arm,
+                    accept_len=(tokens - told[1]) / max(1, row_steps - told[2]),
+                    arm=arm,
                 )
                 told = (self.clock.now, tokens, row_steps)
         log.write(
-            "rollout_end", step=step, seconds=self.clock.now - start, rows=16, tokens=tokens,
-            verify_steps=forwards, accept_len=tokens / row_steps,
+            "rollout_end",
+            step=step,
+            seconds=self.clock.now - start,
+            rows=16,
+            tokens=tokens,
+            verify_steps=forwards,
+            accept_len=tokens / row_steps,
             accept_by_position=[hit / drafted for hit in accepted] if drafted else [],
-            lengths=lengths, truncated=sum(length == CAP for length in lengths),
+            lengths=lengths,
+            truncated=sum(length == CAP for length in lengths),
             arms={name: counts for name, counts in arms.items() if counts["steps"]},
-            drafter_version=self.version, active_trace=trace,
+            drafter_version=self.version,
+            active_trace=trace,
         )
         return self.clock.now, lengths
 
@@ -192,8 +215,12 @@ class _Fake:
             self.loss = 1.3 + (self.loss - 1.3) * 0.997 + rng.gauss(0, 0.004)
             if count % 4 == 1:
                 log.write(
-                    "harvest_step", step=step, n=count, seconds=0.07,
-                    loss=self.loss + rng.gauss(0, 0.12), tokens=512,
+                    "harvest_step",
+                    step=step,
+                    n=count,
+                    seconds=0.07,
+                    loss=self.loss + rng.gauss(0, 0.12),
+                    tokens=512,
                     acceptance=min(0.9, 1.2 / self.loss),
                 )
             if self.clock.now - published > 2.0:
@@ -206,14 +233,23 @@ class _Fake:
                     "swap", step=step, version=self.version, source_rank=rank, seconds=0.002
                 )
                 straggler.write(
-                    "swap_result", step=step, version=self.version,
-                    accept_before=1.8, accept_after=1.95,
+                    "swap_result",
+                    step=step,
+                    version=self.version,
+                    accept_before=1.8,
+                    accept_after=1.95,
                 )
         log.write(
-            "harvest_end", step=step, available_s=close - end,
+            "harvest_end",
+            step=step,
+            available_s=close - end,
             harvested_s=min(close, self.clock.now) - end - 0.05,
-            overshoot_s=max(0.0, self.clock.now - close), drafter_steps=count, tokens=512 * count,
-            loss_first=first, loss_last=self.loss, buffer_tokens=2048 * step,
+            overshoot_s=max(0.0, self.clock.now - close),
+            drafter_steps=count,
+            tokens=512 * count,
+            loss_first=first,
+            loss_last=self.loss,
+            buffer_tokens=2048 * step,
         )
         return count
 
@@ -224,8 +260,14 @@ class _Fake:
             texts[3:3] = [HOSTILE, "\n"]
         flags = [int(rng.random() < skill) for _ in texts]
         self.logs[0].write(
-            "row", step=step, row=row, prompt="What is 12 + 7? <b>Think</b>, then answer.",
-            completion="".join(texts), reward=round(reward), token_flags=flags, token_texts=texts,
+            "row",
+            step=step,
+            row=row,
+            prompt="What is 12 + 7? <b>Think</b>, then answer.",
+            completion="".join(texts),
+            reward=round(reward),
+            token_flags=flags,
+            token_texts=texts,
         )
 
 

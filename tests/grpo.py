@@ -1,6 +1,6 @@
 """A tiny GRPO run in this process, for tests of the trainer; also a rank of a two-rank run.
 
-    torchrun-like environment: python tests/grpo.py MODEL_DIR OUT_DIR
+torchrun-like environment: python tests/grpo.py MODEL_DIR OUT_DIR
 """
 
 import dataclasses
@@ -73,7 +73,9 @@ def main():
         )
     trainer.train()
     save_drafter(out_dir / f"drafter{rank}", trainer.speculation.drafter)
-    (out_dir / f"rank{rank}.json").write_text(json.dumps({"version": trainer.speculation.trainer.version}))
+    (out_dir / f"rank{rank}.json").write_text(
+        json.dumps({"version": trainer.speculation.trainer.version})
+    )
     trainer.speculation.spot.close()
     trainer.accelerator.end_training()
 

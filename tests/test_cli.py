@@ -95,7 +95,9 @@ def test_bad_input_is_one_line_and_exit_code_2(config, tmp_path, monkeypatch, ar
 
 def test_a_prompt_longer_than_the_context_is_named(config, tmp_path):
     data = tmp_path / "long.jsonl"
-    data.write_text('{"prompt": "hi", "answer": "4"}\n{"prompt": "%s", "answer": "4"}\n' % ("x" * 600))
+    data.write_text(
+        '{"prompt": "hi", "answer": "4"}\n{"prompt": "%s", "answer": "4"}\n' % ("x" * 600)
+    )
     done = minitlt("train", "--config", config, "--task", data, "--dry-run")
     assert done.exit_code == 2
     assert "row 1" in done.stderr and "at most 511 would leave room" in done.stderr
@@ -131,7 +133,16 @@ def test_dry_run_prints_the_config_and_the_batch_algebra(config, tmp_path, monke
 
 def test_overrides_read_yaml_values():
     got = parse_overrides(
-        ["--learning-rate", "1e-5", "--bf16", "--no_shuffle", "--seed=3", "--rollout.arms", "off", "a"]
+        [
+            "--learning-rate",
+            "1e-5",
+            "--bf16",
+            "--no_shuffle",
+            "--seed=3",
+            "--rollout.arms",
+            "off",
+            "a",
+        ]
     )
     assert got == {
         "learning_rate": 1e-5,

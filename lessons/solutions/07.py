@@ -1,3 +1,6 @@
+import torch
+
+
 # Every answer against its own siblings.
 def advantages(rewards, group):
     rewards_PG = torch.tensor(rewards).view(-1, group)

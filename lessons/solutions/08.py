@@ -1,3 +1,7 @@
+import triton
+import triton.language as tl
+
+
 # Lanes past the end load -inf; a tile of nothing keeps a finite maximum, so its weights are 0.
 @triton.jit
 def tile_kernel(x_ptr, top_ptr, total_ptr, V, BLOCK: tl.constexpr):

@@ -1,0 +1,94 @@
+"""Real drafters in the real engine: the same tokens as without them, and rows for training."""
+
+import pytest
+import torch
+from models import random_prompts, tiny_model
+
+from minitlt.distill import DrafterTrainer, ReplayBuffer
+from minitlt.drafter import (
+    DrafterConfig,
+    Eagle3Config,
+    Eagle3Drafter,
+    Eagle3Proposer,
+    MergedDrafter,
+    NgramDrafter,
+    start_from_target,
+)
+from minitlt.kernels import row_key
+from minitlt.spec import Arm, Bandit, RolloutEngine, SamplingParams
+from minitlt.target import make_target
+
+PROMPTS = [p for p in random_prompts([1, 5, 9, 30, 2]) for _ in range(2)]
+KEYS = [row_key(0, 0, i) for i in range(len(PROMPTS))]
+CONFIG = DrafterConfig(draft_vocab_size=60, pack_tokens=64)
+
+
+class House:
+    """A tiny target with every kind of drafter, three slots for ten rows."""
+
+    def __init__(self, arms, on_step=None):
+        model = tiny_model()
+        self.target = make_target(model)
+        self.drafter = Eagle3Drafter(Eagle3Config.from_target(model.config, CONFIG))
+        self.drafter.tie(self.target.embed_weight, self.target.head_weight)
+        start_from_target(self.drafter, dict(model.named_parameters()))
+        self.buffer = ReplayBuffer(CONFIG, vocab_size=model.config.vocab_size)
+        self.eagle = Eagle3Proposer(self.drafter, CONFIG, buffer=self.buffer)
+        merged = MergedDrafter(Eagle3Proposer(self.drafter, CONFIG), NgramDrafter(CONFIG))
+        self.engine = RolloutEngine(
+            self.target,
+            [self.eagle, NgramDrafter(CONFIG), merged],
+            Bandit([Arm.parse(arm) for arm in arms]),
+            max_rows=3,
+            on_step=on_step and (lambda engine: on_step(self)),
+        )
+
+    def tokens(self):
+        params = SamplingParams(max_new_tokens=24, stop_ids=(2,))
+        return self.engine.generate(PROMPTS, params, KEYS).completion_ids
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return House(["off"]).tokens()
+
+
+@pytest.mark.parametrize(
+    "arms",
+    [["eagle-3"], ["eagle-3x4"], ["ngram-4"], ["ngram-4x3"], ["merged-3x3"],
+     ["eagle-2", "off", "eagle-3x2", "ngram-3", "merged-2x2"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_same_tokens_with_any_drafter(plain, arms):
+    assert House(arms).tokens() == plain
+
+
+def test_same_tokens_when_the_weights_are_swapped_in_mid_rollout(plain):
+    random = torch.Generator().manual_seed(0)
+
+    def disturb(house):
+        with torch.no_grad():
+            for parameter in house.drafter.parameters():
+                noise = torch.randn(parameter.shape, generator=random)
+                parameter.add_(0.05 * noise)
+        house.eagle.reload()
+
+    assert House(["eagle-3x2"], disturb).tokens() == plain
+
+
+def test_rollouts_are_training_data(plain):
+    house = House(["off"])
+    house.tokens()
+    rows = {tuple(r.tokens_L.tolist()) for r in house.buffer.rows}
+    done = [(*p, *c) for p, c in zip(PROMPTS, plain, strict=True) if len(c) >= 2]
+    assert rows == set(done)
+    with torch.no_grad():  # the kept hidden states are the target's own: they give its logits
+        row = house.buffer.rows[0]
+        logits, _ = house.target.forward(row.tokens_L[None, :-1], torch.tensor([0]))
+        ours = row.hidden_NH.float() @ house.target.head_weight.T
+        torch.testing.assert_close(ours, logits[0], rtol=0.02, atol=0.1)  # kept in bfloat16
+    trainer = DrafterTrainer(house.drafter, house.buffer, CONFIG)
+    before = trainer.coverage(house.buffer.counts())
+    assert trainer.refresh_vocab() and trainer.coverage(house.buffer.counts()) > before
+    losses = [trainer.train_step()["loss"] for _ in range(30)]
+    assert sum(losses[-5:]) < sum(losses[:5])
