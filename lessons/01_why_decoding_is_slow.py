@@ -4,11 +4,11 @@
 # **Question.** A language model writes one token per pass. How much more would it cost to *read*
 # several tokens in the same pass?
 #
-# **The idea.** To write one token, the model fetches every one of its weights from memory and does
-# two operations with each: a multiplication and an addition. A processor can do far more than two
-# operations in the time in which memory delivers one number. So memory sets the pace, and the
-# arithmetic units wait. If several tokens go through in one pass, the same fetch serves them all.
-# That spare arithmetic is what this whole course spends.
+# **The idea.** To write one token, the model fetches every one of its weights from memory and
+# does two operations with each: a multiplication and an addition. A processor can do far more
+# than two operations in the time in which memory delivers one number. So memory sets the pace,
+# and the arithmetic units wait. If several tokens go through in one pass, the same fetch serves
+# them all. That spare arithmetic is what this whole course spends.
 #
 # You need to know PyTorch and what a key/value cache is. Everything below runs on one thread.
 
@@ -25,8 +25,8 @@ from toy import config, new_model
 from minitlt.target import make_target
 
 # %% [markdown]
-# A model with random weights says nothing sensible, but it takes exactly as long as a trained one.
-# This one must be larger than the processor's cache, or there would be nothing to fetch.
+# A model with random weights says nothing sensible, but it takes exactly as long as a trained
+# one. This one must be larger than the processor's cache, or there would be nothing to fetch.
 #
 # `make_target` puts a Hugging Face model behind *slots*: one row of the batch, one slot of the
 # key/value cache. `forward(tokens_BT, lengths_B)` reads T new tokens per row behind the
@@ -51,7 +51,8 @@ print(
 # %% [markdown]
 # ## The measurement
 #
-# One row that holds 100 tokens reads T more in one pass, for T from 1 to 64. Nothing else changes.
+# One row that holds 100 tokens reads T more in one pass, for T from 1 to 64. Nothing else
+# changes.
 
 
 # %%
@@ -86,9 +87,10 @@ cheap = measured[counts.index(4)] / measured[0]
 print(f"A pass over 4 tokens took {cheap:.1f} times as long as a pass over 1, not 4 times.")
 
 # %% [markdown]
-# **What the figure says.** The blue line starts flat and the grey one does not. Up to a handful of
-# tokens a pass costs little more than a pass over one token, because fetching the weights is what
-# takes the time. Further right arithmetic becomes the limit, and the two lines run in parallel.
+# **What the figure says.** The blue line starts flat and the grey one does not. Up to a handful
+# of tokens a pass costs little more than a pass over one token, because fetching the weights is
+# what takes the time. Further right arithmetic becomes the limit, and the two lines run in
+# parallel.
 #
 # ## Who has this slack, and who has not
 #
@@ -108,10 +110,10 @@ for num_rows in (1, 4, 16):
 #
 # ## Why it is allowed to read tokens that may be wrong
 #
-# To read ahead we must guess the tokens. If a guess is wrong, the cache holds keys and values that
-# should not be there. Here nothing needs to be cleaned up. The *caller* owns the length of each
-# row; entries behind it are masked, and the next pass writes over them. Rolling back is moving a
-# cursor:
+# To read ahead we must guess the tokens. If a guess is wrong, the cache holds keys and values
+# that should not be there. Here nothing needs to be cleaned up. The *caller* owns the length of
+# each row; entries behind it are masked, and the next pass writes over them. Rolling back is
+# moving a cursor:
 
 # %%
 text = torch.tensor([[5, 6, 7, 8]])
@@ -173,8 +175,8 @@ def check(answer) -> None:
 solved = judge(check, pass_seconds)
 
 # %% [markdown]
-# Once it is solved, ask it: at what number of tokens does an H200 with this 8-billion-weight model
-# stop giving extra tokens away? (Its answer should be close to 206. Divide the two rates.)
+# Once it is solved, ask it: at what number of tokens does an H200 with this 8-billion-weight
+# model stop giving extra tokens away? (Its answer should be close to 206. Divide the two rates.)
 #
 # **If it went wrong.** Times that jump around mean that other programs are running; run the cell
 # again. If the blue line is not flat at all, your processor's cache holds the whole model: raise

@@ -3,16 +3,17 @@
 #
 # **Question.** Four ranks generate the completions of one GRPO step. Where does the time go?
 #
-# **The idea.** Completions differ in length, and the difference is not small: most are short, a few
-# are many times longer. A rollout ends when its *longest* completion ends. Until then the batch
-# gets emptier and emptier, and ranks that are done wait for the one that is not.
+# **The idea.** Completions differ in length, and the difference is not small: most are short, a
+# few are many times longer. A rollout ends when its *longest* completion ends. Until then the
+# batch gets emptier and emptier, and ranks that are done wait for the one that is not.
 
 # %%
+import itertools
 import sys
 from collections.abc import Callable
 
 sys.path.append("..")
-from course import BLUE, GREY, INK, judge, picture, show
+from course import BLUE, GREY, judge, picture, show
 from toy import STOP, decode, load_model, tail_of_prompts
 
 from minitlt.kernels import row_key
@@ -74,8 +75,8 @@ print(f"while a rank decodes, {filled:.0%} of its 16 rows are active on average.
 # %% [markdown]
 # **What the figure says.** Two kinds of capacity are lost. The grey blocks are ranks with nothing
 # left to do; lesson 6 fills them. The white above the blue shapes is emptiness inside a rank: its
-# last rows run nearly alone. There a pass takes almost as long as with all rows, and it is exactly
-# where reading a few tokens ahead is cheap (lesson 1).
+# last rows run nearly alone. There a pass takes almost as long as with all rows, and it is
+# exactly where reading a few tokens ahead is cheap (lesson 1).
 #
 # How badly do the last rows use the machine? The trace tells.
 
@@ -83,7 +84,7 @@ print(f"while a rank decodes, {filled:.0%} of its 16 rows are active on average.
 spent: dict[int, list[float]] = {}  # active rows -> [seconds, tokens]
 for rollout in rollouts:
     trace = rollout.stats.active_trace + [(rollout.stats.seconds, 0)]
-    for (start, active), (end, _) in zip(trace, trace[1:], strict=False):
+    for (start, active), (end, _) in itertools.pairwise(trace):
         bucket = 1 << (active.bit_length() - 1)  # 1, 2-3, 4-7, 8-15, 16
         spent.setdefault(bucket, [0.0, 0.0])[0] += end - start
 for rollout in rollouts:
@@ -136,7 +137,7 @@ def check(answer) -> None:
 solved = judge(check, idle_share)
 
 # %% [markdown]
-# **If it went wrong.** A rank's time is a sum over passes. In pass number k (from 0) the rows with
-# more than k tokens are active.
+# **If it went wrong.** A rank's time is a sum over passes. In pass number k (from 0) the rows
+# with more than k tokens are active.
 #
 # **Next.** Lesson 3 makes reading ahead *exact*: a wrong guess must never change the text.

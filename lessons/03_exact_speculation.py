@@ -3,16 +3,16 @@
 #
 # **Question.** How can guessing ahead make a model faster and change nothing of what it says?
 #
-# **The idea.** Let the target draw *its own* token at every position, with noise that belongs to the
-# position and not to the attempt:
+# **The idea.** Let the target draw *its own* token at every position, with noise that belongs to
+# the position and not to the attempt:
 #
 #     s = argmax_v ( logits[v] / T + g(key, position, v) )          g: Gumbel noise
 #
-# A drafted token is accepted exactly when it equals s, and s is written either way. The text is then
-# a function of the key and the target alone. The drafter decides only how fast it appears.
+# A drafted token is accepted exactly when it equals s, and s is written either way. The text is
+# then a function of the key and the target alone. The drafter decides only how fast it appears.
 #
-# This is Gumbel-max coupling (Daliri, Musco and Suresh, arXiv 2408.07978). We put the classic rule
-# of speculative sampling (Leviathan et al., arXiv 2211.17192) beside it.
+# This is Gumbel-max coupling (Daliri, Musco and Suresh, arXiv 2408.07978). We put the classic
+# rule of speculative sampling (Leviathan et al., arXiv 2211.17192) beside it.
 
 # %%
 import sys
@@ -41,9 +41,9 @@ from minitlt.target import make_target
 # ## Sampling is a race
 #
 # Why is the argmax of "logits plus noise" a sample of the softmax at all? Give every token v a
-# waiting time E_v / p_v, where E_v is a standard exponential variable. The first to arrive is v with
-# probability p_v. Take minus the logarithm: log p_v - log E_v, and -log E_v is Gumbel noise. The
-# largest score wins the race.
+# waiting time E_v / p_v, where E_v is a standard exponential variable. The first to arrive is v
+# with probability p_v. Take minus the logarithm: log p_v - log E_v, and -log E_v is Gumbel noise.
+# The largest score wins the race.
 #
 # In `minitlt` the noise is a hash: a pure function of (key, position, token id). Draw the same
 # position twice and you get the same token. Draw 20,000 positions and you get the law:
@@ -65,9 +65,9 @@ print("the race ", [f"{x:.3f}" for x in samples.bincount(minlength=6) / NUM])
 # %% [markdown]
 # ## Two ways to check a guess
 #
-# **Coupled.** The drafter proposes with the *same* noise, d = argmax(its logits + g). When its law
-# is close to the target's, the same token tends to win both races. The target's sample is written
-# whatever the drafter said.
+# **Coupled.** The drafter proposes with the *same* noise, d = argmax(its logits + g). When its
+# law is close to the target's, the same token tends to win both races. The target's sample is
+# written whatever the drafter said.
 #
 # **Classic.** The drafter draws d from its law q with noise of its own. Accept with probability
 # min(1, p(d) / q(d)); after a rejection draw from max(p - q, 0), normalised. The law comes out as
@@ -155,8 +155,8 @@ print(f"Coupling accepts at most {gap:.3f} less than the optimum in this experim
 
 # %% [markdown]
 # **What the figure says.** Left: both rules are exact, and the tempting shortcut is not. Right:
-# coupling costs a little acceptance against the optimum, and without shared noise acceptance would
-# be poor. What do we buy with that little?
+# coupling costs a little acceptance against the optimum, and without shared noise acceptance
+# would be poor. What do we buy with that little?
 #
 # ## The text does not depend on the drafter
 #
@@ -179,8 +179,8 @@ print("classic:", int((classic.tokens_BD[:, 0] != classic_again.tokens_BD[:, 0])
 
 # %% [markdown]
 # The classic rule promises a *law*. To test it you need statistics. The coupled rule promises a
-# *text*, so the test is an equality. Here it is on a whole rollout: plain decoding, a drafter that
-# copies earlier text, and one that is right six times out of ten.
+# *text*, so the test is an equality. Here it is on a whole rollout: plain decoding, a drafter
+# that copies earlier text, and one that is right six times out of ten.
 
 # %%
 target = make_target(load_model())
@@ -200,9 +200,9 @@ for drafter in (NgramDrafter(), Oracle.of(plain, prompts, row_keys, skill=0.6)):
 # %% [markdown]
 # ## Exercise: verify a chain
 #
-# The target has scored a chain of K guesses: row i of `logits_TV` (T = K + 1) follows i of them, and
-# decides the token at `position + i`. Return the tokens that are written. Use `gumbel_noise`. At
-# temperature 0 there is no noise. You write between 1 and K + 1 tokens.
+# The target has scored a chain of K guesses: row i of `logits_TV` (T = K + 1) follows i of them,
+# and decides the token at `position + i`. Return the tokens that are written. Use `gumbel_noise`.
+# At temperature 0 there is no noise. You write between 1 and K + 1 tokens.
 
 
 # %% exercise
@@ -236,8 +236,8 @@ def check(answer) -> None:
 solved = judge(check, verify_chain)
 
 # %% [markdown]
-# **If it went wrong.** The last token written is never a guess: it is either the target's correction
-# of a wrong one, or its own token behind a chain that was right throughout. Row i uses the noise of
-# `position + i`. `gumbel_noise` wants tensors of keys and positions.
+# **If it went wrong.** The last token written is never a guess: it is either the target's
+# correction of a wrong one, or its own token behind a chain that was right throughout. Row i uses
+# the noise of `position + i`. `gumbel_noise` wants tensors of keys and positions.
 #
 # **Next.** Lesson 4: how many tokens should one guess?

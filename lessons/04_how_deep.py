@@ -3,10 +3,10 @@
 #
 # **Question.** How many tokens should one guess before asking the target?
 #
-# **The idea.** A deeper draft can win more tokens per pass, but every further guess is less likely to
-# count: it is worth something only if all guesses before it were right. And it is not free, neither
-# for the drafter nor for the target. So there is a best depth. It depends on the drafter's skill, on
-# the machine, and on how many rows are active. Sometimes the best depth is 0.
+# **The idea.** A deeper draft can win more tokens per pass, but every further guess is less
+# likely to count: it is worth something only if all guesses before it were right. And it is not
+# free, neither for the drafter nor for the target. So there is a best depth. It depends on the
+# drafter's skill, on the machine, and on how many rows are active. Sometimes the best depth is 0.
 
 # %%
 import random
@@ -25,16 +25,16 @@ from minitlt.target import make_target
 # %% [markdown]
 # ## How many tokens a pass yields
 #
-# Suppose each guess is right with probability a, whatever came before. A pass with K guesses writes
-# the right ones at the front plus one token of the target's own:
+# Suppose each guess is right with probability a, whatever came before. A pass with K guesses
+# writes the right ones at the front plus one token of the target's own:
 #
 #     1 + a + a^2 + ... + a^K
 #
-# This is the *accept length*. Its limit for deep drafts is 1 / (1 - a): a drafter that is right half
-# of the time can never do better than 2 tokens per pass.
+# This is the *accept length*. Its limit for deep drafts is 1 / (1 - a): a drafter that is right
+# half of the time can never do better than 2 tokens per pass.
 #
-# To see whether the engine agrees we need a drafter whose skill we can dial. `Oracle` has seen the
-# plain completions and lies on purpose.
+# To see whether the engine agrees we need a drafter whose skill we can dial. `Oracle` has seen
+# the plain completions and lies on purpose.
 
 # %%
 target = make_target(load_model())
@@ -65,10 +65,10 @@ def expected(skill: float, depth: int) -> float:
 # %% [markdown]
 # ## What a pass costs
 #
-# Now the other side. We time a model that is larger than the processor's cache (as in lesson 1) on
-# passes with 0 to 12 guesses per row, with one active row and with eight. A guess itself costs the
-# drafter something too. A drafter has one layer where this target has six, so we charge a sixth of
-# a one-token pass per guess.
+# Now the other side. We time a model that is larger than the processor's cache (as in lesson 1)
+# on passes with 0 to 12 guesses per row, with one active row and with eight. A guess itself costs
+# the drafter something too. A drafter has one layer where this target has six, so we charge a
+# sixth of a one-token pass per guess.
 
 # %%
 sizes = {
@@ -126,17 +126,17 @@ for rows in (1, 8):
     print(f"{rows} row(s), skill 0.7: best depth {tried[best]}, {gain[best]:.2f} times plain speed")
 
 # %% [markdown]
-# **What the figure says.** Left: the engine does what the formula says. Right: there is a best depth.
-# It is larger for the better drafter, and smaller when more rows share the pass, down to 0 where the
-# dot sits on the left edge: a full batch has no slack to spend (lesson 1).
+# **What the figure says.** Left: the engine does what the formula says. Right: there is a best
+# depth. It is larger for the better drafter, and smaller when more rows share the pass, down to 0
+# where the dot sits on the left edge: a full batch has no slack to spend (lesson 1).
 #
 # ## Nobody has to know the best depth
 #
-# During a rollout the number of active rows falls, and the drafter's skill changes as it learns. So
-# the engine measures. Every way to draft is an *arm* of a bandit, "off" is one of them, and for each
-# range of active rows the bandit prefers the arm that lately gave the most tokens per second (TLT's
-# BEG-MAB; `spec.Bandit`). Here it has four arms. The toy's passes are so short that timings are
-# rough, but watch where its steps go.
+# During a rollout the number of active rows falls, and the drafter's skill changes as it learns.
+# So the engine measures. Every way to draft is an *arm* of a bandit, "off" is one of them, and
+# for each range of active rows the bandit prefers the arm that lately gave the most tokens per
+# second (TLT's BEG-MAB; `spec.Bandit`). Here it has four arms. The toy's passes are so short that
+# timings are rough, but watch where its steps go.
 
 # %%
 oracle = Oracle.of(plain, prompts, keys, skill=0.8)
@@ -151,9 +151,9 @@ for name, used in sorted(rollout.stats.arms.items()):
 # %% [markdown]
 # ## Exercise: choose the depth
 #
-# `pass_seconds[k]` is the time of a pass with k guesses per row (k = 0: plain decoding), and a guess
-# costs the drafter `guess_seconds`. Every guess is right with probability `skill`. Return the depth
-# with the most tokens per second; among equals the smallest.
+# `pass_seconds[k]` is the time of a pass with k guesses per row (k = 0: plain decoding), and a
+# guess costs the drafter `guess_seconds`. Every guess is right with probability `skill`. Return
+# the depth with the most tokens per second; among equals the smallest.
 
 
 # %% exercise
@@ -191,6 +191,7 @@ def check(answer) -> None:
 solved = judge(check, best_depth)
 
 # %% [markdown]
-# **If it went wrong.** Depth 0 must be among the candidates. The yield at depth k has k + 1 terms.
+# **If it went wrong.** Depth 0 must be among the candidates. The yield at depth k has k + 1
+# terms.
 #
 # **Next.** Lesson 5 builds a drafter that deserves the depth.

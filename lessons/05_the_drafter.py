@@ -3,15 +3,16 @@
 #
 # **Question.** What should a drafter look at, and how does it learn?
 #
-# **The idea.** The target computes hidden states at every position, and they say most of what will
-# come next. EAGLE-3 (arXiv 2503.01840) reads three of them (a low, a middle and a high layer), fuses
-# them into one *feature*, and puts a single decoder layer on top. That layer's output is a guess of
-# the next token and also the feature of the next step, so the drafter can run on by itself.
+# **The idea.** The target computes hidden states at every position, and they say most of what
+# will come next. EAGLE-3 (arXiv 2503.01840) reads three of them (a low, a middle and a high
+# layer), fuses them into one *feature*, and puts a single decoder layer on top. That layer's
+# output is a guess of the next token and also the feature of the next step, so the drafter can
+# run on by itself.
 #
 #     pair t = (token x_{t+1}, feature of position t)   ->   guess of x_{t+2}
 #
-# The rollout has computed these hidden states anyway. Kept in a buffer, they are training data that
-# costs no further pass of the target.
+# The rollout has computed these hidden states anyway. Kept in a buffer, they are training data
+# that costs no further pass of the target.
 
 # %%
 import sys
@@ -20,7 +21,7 @@ import torch
 
 sys.path.append("..")
 from course import AMBER, BLUE, GREY, judge, picture, show
-from toy import STOP, load_model, prompt, tail_of_prompts
+from toy import STOP, load_model, tail_of_prompts
 
 from minitlt.distill import DrafterTrainer, ReplayBuffer, Window, make_pack
 from minitlt.drafter import Eagle3Proposer
@@ -32,9 +33,9 @@ from minitlt.target import make_target
 # %% [markdown]
 # ## A rollout fills the buffer
 #
-# `Eagle3Proposer` stands between the engine and the draft model: it is told about every token that
-# is written, together with the hidden states ("taps") that decided it. Finished rows go to the
-# replay buffer. This rollout does not draft yet.
+# `Eagle3Proposer` stands between the engine and the draft model: it is told about every token
+# that is written, together with the hidden states ("taps") that decided it. Finished rows go to
+# the replay buffer. This rollout does not draft yet.
 
 # %%
 model = load_model()
@@ -75,15 +76,16 @@ print(f"the buffer holds {len(buffer.rows)} rows, {buffer.num_tokens} tokens")
 # %% [markdown]
 # ## Learning to be accepted
 #
-# The teacher of a pair is the target's whole distribution p, not just the token that was drawn. Two
-# distances from p to the drafter's q are in use. KL divergence has good gradients from the start.
-# Total variation is what acceptance is made of: the best possible acceptance is
-# sum_v min(p, q) = 1 - TV. The default loss `lk` begins as KL and turns into TV as acceptance grows
+# The teacher of a pair is the target's whole distribution p, not just the token that was drawn.
+# Two distances from p to the drafter's q are in use. KL divergence has good gradients from the
+# start. Total variation is what acceptance is made of: the best possible acceptance is sum_v
+# min(p, q) = 1 - TV. The default loss `lk` begins as KL and turns into TV as acceptance grows
 # (arXiv 2602.23881).
 #
-# We train three drafters on the same rows. The first sees the features. The second is blind: it gets
-# the tokens alone. The third sees the features but is trained for one step only, while the others
-# are *unrolled* for three steps on their own states, as they will have to run when they draft.
+# We train three drafters on the same rows. The first sees the features. The second is blind: it
+# gets the tokens alone. The third sees the features but is trained for one step only, while the
+# others are *unrolled* for three steps on their own states, as they will have to run when they
+# draft.
 
 # %%
 NUM_STEPS = 120
@@ -133,9 +135,9 @@ show(figure, "05_drafter")
 
 # %% [markdown]
 # **What the figure says.** Left: with the target's features the drafter learns much faster than
-# from tokens alone. Right: with the same features, unrolled training carries further. A drafter that
-# never saw its own states in training does well with the first guess and loses the thread with the
-# later ones.
+# from tokens alone. Right: with the same features, unrolled training carries further. A drafter
+# that never saw its own states in training does well with the first guess and loses the thread
+# with the later ones.
 #
 # A drafter of this size can follow the policy: when the policy moves by one optimizer step, the
 # drafter is a few train steps behind, not a whole training. That is why it can be trained in idle
@@ -147,9 +149,9 @@ show(figure, "05_drafter")
 # x_{num_tokens - 1}; the first `prompt_len` are the prompt. The target has read all but the last
 # (nothing was decided behind it), so there is a teacher at the positions 0 to num_tokens - 2.
 #
-# At unrolled step s, pair t holds the token x_{t+1+s}. Its teacher is the target's distribution at
-# the position of *that* token, because both have then read the same tokens. Only response tokens are
-# supervised: prompts repeat, and nobody drafts them.
+# At unrolled step s, pair t holds the token x_{t+1+s}. Its teacher is the target's distribution
+# at the position of *that* token, because both have then read the same tokens. Only response
+# tokens are supervised: prompts repeat, and nobody drafts them.
 #
 # Return (pair, teacher position) for all supervised pairs of one step, in order.
 
@@ -167,7 +169,7 @@ def check(answer) -> None:
     for row in buffer.rows:  # and what the library's trainer does with real rows
         start, stop = max(0, row.prompt_len - 3), row.num_tokens - 2
         window = Window(row, 0, start, stop)
-        _, hidden, teacher_SM = make_pack([window], 3, torch.device("cpu"))
+        _, _, teacher_SM = make_pack([window], 3, torch.device("cpu"))
         first = max(start + 1, row.prompt_len)  # the position of the first teacher
         for step in range(3):
             taught = enumerate(teacher_SM[step].tolist())

@@ -3,10 +3,10 @@
 #
 # **Question.** What can a rank do with the seconds in which it waits for the others?
 #
-# **The idea.** Train the drafter. The rank that is done early has just computed hidden states for all
-# of its completions, so it has data; it is waiting, so it has time; and the rank that still decodes
-# is running nearly alone, so it can use a better drafter at once. This is the "spot trainer" of TLT
-# (arXiv 2511.16665).
+# **The idea.** Train the drafter. The rank that is done early has just computed hidden states for
+# all of its completions, so it has data; it is waiting, so it has time; and the rank that still
+# decodes is running nearly alone, so it can use a better drafter at once. This is the "spot
+# trainer" of TLT (arXiv 2511.16665).
 #
 #     GENERATING   between two passes: is there a fresher drafter? take it
 #     HARVESTING   my rows are done: train steps until the last rank is done; publish now and then
@@ -26,7 +26,7 @@ import torch
 
 sys.path.append("..")
 import course
-from course import AMBER, BLUE, GREEN, GREY, INK, ORANGE, judge, picture, show
+from course import AMBER, BLUE, GREEN, GREY, judge, picture, show
 
 from minitlt.events import read_events
 from minitlt.launch import free_port
@@ -103,19 +103,20 @@ seconds = [e["seconds"] for e in events if e["event"] == "rollout_end" and e["ra
 print("rollouts of rank 0:", "  ".join(f"{s:.1f} s" for s in seconds))
 
 # %% [markdown]
-# **What the figure says.** The grey blocks of lesson 2 are green now. Within the very first rollout
-# the straggler swaps in what the other rank has just learned, its passes yield more tokens, and the
-# whole step ends sooner. The better the drafter, the shorter the window in which it can learn: the
-# two balance each other.
+# **What the figure says.** The grey blocks of lesson 2 are green now. Within the very first
+# rollout the straggler swaps in what the other rank has just learned, its passes yield more
+# tokens, and the whole step ends sooner. The better the drafter, the shorter the window in which
+# it can learn: the two balance each other.
 #
-# Three rules make this safe in a real job. No collective operation runs while any rank decodes; the
-# end of the window is a counter in the process group's store. A train step is short, so a rank leaves
-# the window within a fraction of a second. And nothing waits without a bound: ranks leave heartbeats.
+# Three rules make this safe in a real job. No collective operation runs while any rank decodes;
+# the end of the window is a counter in the process group's store. A train step is short, so a
+# rank leaves the window within a fraction of a second. And nothing waits without a bound: ranks
+# leave heartbeats.
 #
 # ## Exercise: the merge
 #
-# After the window every rank has its own drafter. They are averaged, weighted by the train steps that
-# each rank took, in one all-reduce. Write it for lists:
+# After the window every rank has its own drafter. They are averaged, weighted by the train steps
+# that each rank took, in one all-reduce. Write it for lists:
 #
 # - a rank that trained alone hands over exactly its own numbers;
 # - a rank with no steps has no say, even if its numbers are not finite;
@@ -149,7 +150,7 @@ def check(answer) -> None:
 solved = judge(check, merge)
 
 # %% [markdown]
-# **If it went wrong.** 0 times NaN is NaN, so leave ranks without steps out of the sum. For exactness
-# compute weight times tensor, with weight = steps / total.
+# **If it went wrong.** 0 times NaN is NaN, so leave ranks without steps out of the sum. For
+# exactness compute weight times tensor, with weight = steps / total.
 #
 # **Next.** Lesson 7 puts all of this into a training run.

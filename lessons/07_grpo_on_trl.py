@@ -3,10 +3,11 @@
 #
 # **Question.** How much of a GRPO trainer must change to get all of this?
 #
-# **The idea.** One method. TRL's `GRPOTrainer` does rewards, advantages, loss, logging, checkpoints
-# and distribution. It asks one method of its own for completions, `_generate_single_turn`, and wants
-# token ids and their log-probabilities back. `MiniTLTTrainer` overrides that method. Because the
-# completions are exactly those of plain sampling, nothing downstream can tell the difference.
+# **The idea.** One method. TRL's `GRPOTrainer` does rewards, advantages, loss, logging,
+# checkpoints and distribution. It asks one method of its own for completions,
+# `_generate_single_turn`, and wants token ids and their log-probabilities back. `MiniTLTTrainer`
+# overrides that method. Because the completions are exactly those of plain sampling, nothing
+# downstream can tell the difference.
 
 # %%
 import inspect
@@ -109,8 +110,8 @@ def train(arms: list[str]) -> Watched:
 
 # %% [markdown]
 # We train twice with the same seed: once without drafts, once with a drafter that starts from the
-# target's own weights and learns on the way. There is one process here, hence no rank to wait for;
-# the drafter trains for a share of the rollout's time instead (`mode="inline"`).
+# target's own weights and learns on the way. There is one process here, hence no rank to wait
+# for; the drafter trains for a share of the rollout's time instead (`mode="inline"`).
 
 # %%
 plain = train(["off"])
@@ -139,14 +140,14 @@ right.set_title("The drafter follows the moving policy (grey: plain)")
 show(figure, "07_grpo")
 
 # %% [markdown]
-# **What the figure says.** Left: the two curves are one curve, not two similar ones. Speculation is
-# invisible to the training. Right: meanwhile the drafter gets better, although the policy that it
-# imitates moves in every step.
+# **What the figure says.** Left: the two curves are one curve, not two similar ones. Speculation
+# is invisible to the training. Right: meanwhile the drafter gets better, although the policy that
+# it imitates moves in every step.
 #
 # ## Exercise: the advantages
 #
-# Compute them from one step's rewards, G siblings next to one another. The check compares with the
-# numbers that TRL computed in the runs above. (TRL's standard deviation divides by G - 1.)
+# Compute them from one step's rewards, G siblings next to one another. The check compares with
+# the numbers that TRL computed in the runs above. (TRL's standard deviation divides by G - 1.)
 
 
 # %% exercise
@@ -168,8 +169,8 @@ def check(answer) -> None:
 solved = judge(check, advantages)
 
 # %% [markdown]
-# **If it went wrong.** `view(-1, group)`, then mean and standard deviation along the last dimension,
-# kept as a column.
+# **If it went wrong.** `view(-1, group)`, then mean and standard deviation along the last
+# dimension, kept as a column.
 #
 # **To fork it.** Another reward is another function. Another loss is TRL's `loss_type`. Your own
 # `GRPOTrainer` subclass can take `make_rollout_func(engine)` instead of inheriting from ours.

@@ -3,11 +3,12 @@
 #
 # **Question.** How can 150,000 logits become one token if each may be read only once?
 #
-# **The idea.** Verification must find, for every row of logits, the winner of the race (lesson 3) and
-# its log-probability. In PyTorch each step of that, dividing, hashing, adding, comparing, reads and
-# writes a whole row. But a maximum can be taken piece by piece, and so can a softmax's denominator if
-# each piece remembers its own maximum. So: cut the row into *tiles*, let one program per tile read
-# its part once and leave a few numbers, and let a second, small launch combine them.
+# **The idea.** Verification must find, for every row of logits, the winner of the race (lesson 3)
+# and its log-probability. In PyTorch each step of that, dividing, hashing, adding, comparing,
+# reads and writes a whole row. But a maximum can be taken piece by piece, and so can a softmax's
+# denominator if each piece remembers its own maximum. So: cut the row into *tiles*, let one
+# program per tile read its part once and leave a few numbers, and let a second, small launch
+# combine them.
 #
 # No GPU is needed: Triton's interpreter runs the kernels on the CPU, slowly and readably.
 
@@ -92,15 +93,15 @@ print(f"The logits are {2 * VOCAB / 1e6:.1f} MB. The reference moves {times[0]:.
 print(f"plain sampling {times[1]:.0f} times, the fused kernel {times[2]:.2f} times.")
 
 # %% [markdown]
-# **What the figure says.** The reference is written to be read, and it pays for that in bytes. Even
-# ordinary sampling reads and writes the row many times over. The fused kernel reads it once, and no
-# verification can do with less.
+# **What the figure says.** The reference is written to be read, and it pays for that in bytes.
+# Even ordinary sampling reads and writes the row many times over. The fused kernel reads it once,
+# and no verification can do with less.
 #
 # ## Same tokens as the reference
 #
 # Two definitions of one function are a test. The kernel hashes the same bits and rounds the same
-# additions as the reference, so the tokens must be *equal*, whatever the vocabulary. (The tiles hold
-# 8,192 logits; 9,001 makes two, the second one mostly empty.)
+# additions as the reference, so the tokens must be *equal*, whatever the vocabulary. (The tiles
+# hold 8,192 logits; 9,001 makes two, the second one mostly empty.)
 
 # %%
 generator = torch.Generator().manual_seed(1)
@@ -125,8 +126,8 @@ print(f"largest difference of a log-probability: {worst:.1e}")
 # %% [markdown]
 # ## Why the noise is not -log(-log(u))
 #
-# That is the textbook formula. The race is won at u near 1, and there fp32 has only 24 bits. Look at
-# the largest hashes:
+# That is the textbook formula. The race is won at u near 1, and there fp32 has only 24 bits. Look
+# at the largest hashes:
 
 # %%
 hashes = torch.tensor([2**32 - 1 - 2**i for i in (4, 7, 10, 16)])
@@ -148,8 +149,8 @@ print(f"{lost} of 2^32 hashes are infinite: at {VOCAB:,} tokens per draw, "
 #     top[j]   = max of its logits
 #     total[j] = sum of exp(logit - top[j])
 #
-# The last tile is not full: load with a mask, and -inf where there is nothing. Tiles that are -inf
-# throughout must give total 0, not NaN. The second launch is written in PyTorch for you.
+# The last tile is not full: load with a mask, and -inf where there is nothing. Tiles that are
+# -inf throughout must give total 0, not NaN. The second launch is written in PyTorch for you.
 
 
 # %% exercise
@@ -187,8 +188,8 @@ def check(kernel) -> None:
 solved = judge(check, tile_kernel)
 
 # %% [markdown]
-# **If it went wrong.** `tl.arange(0, BLOCK)` are the lanes of a tile. (-inf) - (-inf) is NaN: bound
-# the maximum from below by a large negative number before you subtract.
+# **If it went wrong.** `tl.arange(0, BLOCK)` are the lanes of a tile. (-inf) - (-inf) is NaN:
+# bound the maximum from below by a large negative number before you subtract.
 #
-# **Where to go from here.** `kernels.py` has the definitions and the reasons, `kernels_triton.py` the
-# kernels: `_tiles_kernel` is your exercise plus the race, `_walk_kernel` the second launch.
+# **Where to go from here.** `kernels.py` has the definitions and the reasons, `kernels_triton.py`
+# the kernels: `_tiles_kernel` is your exercise plus the race, `_walk_kernel` the second launch.

@@ -64,7 +64,8 @@ def launch(
 
     logs = run_dir / "logs"
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
     stop_file = run_dir / STOP_FILE
     stop_file.unlink(missing_ok=True)
     processes = _start(command, logs, nproc, on_cpu, agent)

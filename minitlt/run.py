@@ -112,6 +112,8 @@ def prepare(
         fetch(drafter.start, _check_drafter, drafter.start, model_path)
     if not config.task and not (script.dataset_name or mixture.datasets):
         raise ConfigError("no data: give task.name, dataset_name or datasets")
+    if not config.task:
+        resolve_rewards(script.reward_funcs or [])  # names are checked here, not in a rank
     prepared = Prepared(
         config, args, model, script, mixture, rollout, drafter, spot, task, model_path, algebra
     )

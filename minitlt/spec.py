@@ -320,10 +320,8 @@ class Bandit:
         """The drafter behind `source` changed: what its arms achieved is forgotten, what their
         steps cost is not."""
         names = {arm.name for arm in self.arms if arm.source == source}
-        for table in (self._here, self._anywhere):
-            for key in list(table):
-                if (key if isinstance(key, str) else key[1]) in names:
-                    del table[key]
+        self._here = {key: steps for key, steps in self._here.items() if key[1] not in names}
+        self._anywhere = {n: steps for n, steps in self._anywhere.items() if n not in names}
 
     def state_dict(self) -> dict[str, Any]:
         version, internal, gauss = self._random.getstate()

@@ -19,6 +19,7 @@ from minitlt.events import EventLog
 from minitlt.rl import MiniTLTTrainer
 from minitlt.spot import SpotConfig
 
+SHARED_PROMPTS = [[5 + i, 7, 9] for i in range(8)]  # drawn by one rank and by two
 PROMPTS = ["count", "spell it", "add two and two", "say a"]
 
 
@@ -67,15 +68,16 @@ def main():
     trainer = make_trainer(
         model_dir, out_dir, rows=4, arms=("off", "eagle-2"), length=12, steps=4, log=log
     )
+    trainer.model.train()
+    shard = SHARED_PROMPTS[rank * 4 : rank * 4 + 4]
+    drawn, _ = trainer._generate_single_turn(shard, None, {}, 4)
     if rank == 0:  # this rank's rows are many times longer: it is the straggler
         trainer.sampling = dataclasses.replace(
             trainer.sampling, max_new_tokens=140, min_new_tokens=120
         )
     trainer.train()
     save_drafter(out_dir / f"drafter{rank}", trainer.speculation.drafter)
-    (out_dir / f"rank{rank}.json").write_text(
-        json.dumps({"version": trainer.speculation.trainer.version})
-    )
+    (out_dir / f"rank{rank}.json").write_text(json.dumps(drawn))
     trainer.speculation.spot.close()
     trainer.accelerator.end_training()
 

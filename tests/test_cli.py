@@ -73,6 +73,7 @@ def test_help_is_fast():
         (["--spot.mode", "maybe"], "choose auto, spot, inline or off"),
         (["--task", "letter_countin"], "did you mean 'letter_counting'"),
         (["--task", "no.jsonl"], "no.jsonl"),
+        (["--task.options.rewards", "exakt"], "did you mean 'exact'"),
         (["--per_device_train_batch_size", "6"], "a group of num_generations 4 would be split"),
         (["--num_generations", "3"], "num_generations"),
         (["extra", "--config", "x.yaml"], "give a recipe or --config, not both"),

@@ -63,6 +63,19 @@ def test_same_tokens_with_any_drafter(plain, arms):
     assert House(arms).tokens() == plain
 
 
+@pytest.mark.parametrize("source", ["ngram", "eagle"])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_same_tokens_and_logprobs_at_every_depth_and_temperature(temperature, depth, source):
+    params = SamplingParams(max_new_tokens=16, stop_ids=(2,), temperature=temperature)
+    want, got = (
+        House([arm]).engine.generate(PROMPTS, params, KEYS) for arm in ("off", f"{source}-{depth}")
+    )
+    assert got.completion_ids == want.completion_ids
+    for a, b in zip(got.logprobs, want.logprobs, strict=True):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=1e-5, rtol=0)
+
+
 def test_same_tokens_when_the_weights_are_swapped_in_mid_rollout(plain):
     random = torch.Generator().manual_seed(0)
 

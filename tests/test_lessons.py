@@ -12,7 +12,7 @@ import pytest
 
 LESSONS = Path(__file__).parent.parent / "lessons"
 sys.path.insert(0, str(LESSONS))
-import build
+import build  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
 SLOW = {"06", "07"}  # two processes; two training runs

@@ -1,6 +1,7 @@
 """The seam to TRL: its contract, equal logprobs, equal runs, weights that follow the policy."""
 
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -9,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from grpo import make_trainer
+from grpo import SHARED_PROMPTS, make_trainer
 from safetensors.torch import load_file
 from tiny import save_tiny_model
 from trl import GRPOTrainer
 
 from minitlt.config import ConfigError, RolloutConfig
 from minitlt.events import read_events
-from minitlt.kernels import row_key
 from minitlt.launch import free_port
 from minitlt.rl import full_parameters, sampling_params
 
@@ -86,21 +86,6 @@ def test_speculation_on_and_off_give_the_same_run(model_dir, tmp_path):
     assert rewards_off == rewards_on
     for name, weight in weights_off.items():
         assert torch.equal(weight, weights_on[name]), name
-
-
-def test_one_rank_and_two_draw_the_same_completions(model_dir, tmp_path):
-    """Keys come from (seed, generation, global row): two half batches equal the whole one."""
-    trainer = make_trainer(model_dir, tmp_path)
-    prompts = [[5 + i, 7, 9] for i in range(8)]
-    trainer.model.train()
-    whole, _ = trainer._generate_single_turn(prompts, None, {}, 4)
-    halves = []
-    for rank in (0, 1):
-        keys = [row_key(3, 0, rank * 4 + i) for i in range(4)]
-        engine = trainer.speculation.engine
-        part = engine.generate(prompts[rank * 4 : rank * 4 + 4], trainer.sampling, keys)
-        halves += part.completion_ids
-    assert whole == halves
 
 
 def test_the_engine_follows_every_optimizer_step(model_dir, tmp_path):
@@ -179,7 +164,8 @@ def test_generation_settings_that_the_engine_lacks_are_named(settings, message):
 
 def test_a_short_rank_harvests_its_idle_window(model_dir, tmp_path):
     """Two processes; rank 0's rows are many times longer. Rank 1 trains the drafter while rank 0
-    decodes, all of it inside its window, and both end with the same drafter."""
+    decodes, all of it inside its window, and both end with the same drafter. Before that, the two
+    draw what one rank alone draws for the same rows: keys are (seed, generation, global row)."""
     script = Path(__file__).with_name("grpo.py")
     environment = dict(
         os.environ,
@@ -203,7 +189,7 @@ def test_a_short_rank_harvests_its_idle_window(model_dir, tmp_path):
     assert [process.returncode for process in ranks] == [0, 0], outputs
     events = read_events(tmp_path / "events.jsonl")
     ends = [e for e in events if e["event"] == "harvest_end" and e["rank"] == 1]
-    assert len(ends) == 4
+    assert len(ends) == 5  # one for the shared prompts, four for the steps
     assert sum(e["drafter_steps"] for e in ends[1:]) > 0
     for end in ends:
         assert end["harvested_s"] <= end["available_s"] + 1e-6
@@ -211,12 +197,14 @@ def test_a_short_rank_harvests_its_idle_window(model_dir, tmp_path):
     stragglers = [e for e in events if e["event"] == "harvest_end" and e["rank"] == 0]
     assert sum(e["available_s"] for e in stragglers) < sum(e["available_s"] for e in ends)
     rollouts = [e for e in events if e["event"] == "rollout_end"]
-    assert min(min(e["lengths"]) for e in rollouts if e["rank"] == 0) >= 120
-    prints = {}
-    for event in events:
-        if event["event"] == "merge":
-            prints.setdefault(event["step"], set()).add(event["fingerprint"])
-    assert len(prints) == 4 and all(len(found) == 1 for found in prints.values())
+    assert min(min(e["lengths"]) for e in rollouts if e["rank"] == 0 and e["step"] > 1) >= 120
+    merges = [e for e in events if e["event"] == "merge"]
+    prints = [[e["fingerprint"] for e in merges if e["rank"] == rank] for rank in (0, 1)]
+    assert len(prints[0]) == 5 and prints[0] == prints[1]
+    halves = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    alone = make_trainer(model_dir, tmp_path / "alone", length=12)
+    alone.model.train()
+    assert alone._generate_single_turn(SHARED_PROMPTS, None, {}, 4)[0] == halves[0] + halves[1]
     left, right = (
         load_file(next((tmp_path / f"drafter{rank}").glob("*.safetensors"))) for rank in (0, 1)
     )

@@ -9,8 +9,10 @@ from drafters import SCRIPTS, ScriptedDrafter, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import random_prompts, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minitlt.kernels import row_key
+from minitlt.models import DEFAULT_MODEL, resolve_model
 from minitlt.spec import Arm, Bandit, RolloutEngine, SamplingParams, SpecStats
 from minitlt.target import make_target
 
@@ -63,6 +65,26 @@ def test_greedy_equals_transformers_generate(kind, backend):
             eos_token_id=[2, 5],
             pad_token_id=0,
         )
+        assert tokens == want[0, len(prompt) :].tolist()
+
+
+@pytest.mark.slow
+def test_greedy_equals_transformers_generate_for_the_default_model():
+    folder = resolve_model(DEFAULT_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = ["Hi", "What is the capital of France?", "Count from one to twenty, please." * 3]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": t}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        for t in texts
+    ]
+    stop = (tokenizer.eos_token_id,)
+    params = SamplingParams(max_new_tokens=40, temperature=0.0, stop_ids=stop)
+    got = run(params, prompts, which=make_target(model))
+    for prompt, tokens in zip(prompts, got.completion_ids, strict=True):
+        want = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=40)
         assert tokens == want[0, len(prompt) :].tolist()
 
 

@@ -1,0 +1,303 @@
+"""Serving from the command line: the same tokens with any drafter, rows neither lost nor doubled,
+exports that load back, and a warm-up whose drafter RL can start from."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import tiny_model
+from tiny import save_tiny_model
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from minitlt.cli import app
+from minitlt.config import ConfigError, RolloutConfig
+from minitlt.eagle3 import DrafterConfig, Eagle3Config, Eagle3Drafter, load_drafter, save_drafter
+from minitlt.kernels import row_key
+from minitlt.rl import build_speculation, start_drafter
+from minitlt.run import _check_drafter
+from minitlt.serve import (
+    Printer,
+    RowFile,
+    export,
+    generate,
+    load_served,
+    read_prompts,
+    resolve_drafter,
+    run_generate,
+)
+from minitlt.spec import SamplingParams
+from minitlt.spot import SpotConfig
+from minitlt.target import make_target
+from minitlt.warmup import warm_up
+
+pytestmark = pytest.mark.filterwarnings("default")
+PROMPTS = [f"question {i}" for i in range(9)] + [[{"role": "user", "content": "hello"}]]
+PARAMS = SamplingParams(max_new_tokens=24, temperature=0.9, stop_ids=(2,))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def run_dir(model_dir, tmp_path_factory):
+    """A run folder: the policy, and a drafter of reduced vocabulary with a head of its own."""
+    folder = tmp_path_factory.mktemp("run")
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    model.save_pretrained(folder / "policy")
+    size = Eagle3Config.from_target(model.config, DrafterConfig(draft_vocab_size=40))
+    drafter = Eagle3Drafter(size, seed=3)
+    drafter.tie(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    save_drafter(folder / "drafter", drafter)
+    return folder
+
+
+def served(model_dir, run_dir=None, arms=("off",), **options):
+    return load_served(str(model_dir), str(run_dir or ""), arms=arms, dtype="fp32", **options)
+
+
+def complete(server, skip=()):
+    rows = []
+    generate(server, PROMPTS, PARAMS, rows.append, seed=5, skip=skip)
+    return sorted(rows, key=lambda row: row["index"])
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir):
+    return complete(served(model_dir))
+
+
+def test_rows_equal_the_engines_own(model_dir, expected):
+    server = served(model_dir)
+    texts = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in PROMPTS]
+    ids = [
+        server.tokenizer.apply_chat_template(t, add_generation_prompt=True, return_dict=True)
+        for t in texts
+    ]
+    keys = [row_key(5, 0, i) for i in range(len(PROMPTS))]
+    rollout = server.engine.generate([x["input_ids"] for x in ids], PARAMS, keys)
+    assert [row["completion_ids"] for row in expected] == rollout.completion_ids
+    assert [row["finish_reason"] for row in expected] == rollout.finish_reasons
+    assert [row["prompt"] for row in expected] == PROMPTS
+
+
+@pytest.mark.parametrize("arms", [("off", "ngram-2", "eagle-3"), ("eagle-4",)])
+@pytest.mark.parametrize("max_rows", [0, 3])
+def test_a_drafter_changes_no_token(model_dir, run_dir, expected, arms, max_rows):
+    assert complete(served(model_dir, run_dir, arms, max_rows=max_rows)) == expected
+    assert complete(served(model_dir, run_dir, arms), skip=range(4)) == expected[4:]
+
+
+def test_what_was_interrupted_is_taken_up(model_dir, run_dir, expected, tmp_path, capsys):
+    """Interrupted after 4 rows, the 5th torn in the middle of its line: nothing lost, nothing
+    doubled, and the second half may use a drafter."""
+    out, server = tmp_path / "out.jsonl", served(model_dir)
+    rows = RowFile(out, PROMPTS, "made so")
+    with pytest.raises(KeyboardInterrupt):
+
+        def write(row):
+            if len(out.read_bytes().splitlines()) == 4:
+                raise KeyboardInterrupt
+            rows.write(row)
+
+        generate(server, PROMPTS, PARAMS, write, seed=5)
+    rows.close()
+    first = [json.loads(line)["index"] for line in out.read_text().splitlines()]
+    with out.open("a") as file:
+        file.write('{"index": 9, "prompt": "quest')
+    again = RowFile(out, PROMPTS, "made so")
+    assert again.done == set(first) and len(first) == 4
+    server = served(model_dir, run_dir, ("off", "eagle-2"))
+    generate(server, PROMPTS, PARAMS, again.write, seed=5, skip=again.done)
+    again.close()
+    got = sorted(map(json.loads, out.read_text().splitlines()), key=lambda row: row["index"])
+    assert [{k: v for k, v in row.items() if k != "settings"} for row in got] == expected
+    assert RowFile(out, PROMPTS, "made so").done == set(range(len(PROMPTS)))
+
+
+def test_a_killed_process_is_taken_up(model_dir, tmp_path):
+    """SIGKILL in the middle; the same command then completes the file."""
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(400)))
+    command = [sys.executable, "-m", "minitlt.cli", "generate", "--model", str(model_dir)]
+    command += ["--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "60"]
+    command += ["--max-rows", "4"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not (out.exists() and out.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    done = out.read_bytes().count(b"\n")
+    assert 0 < done < 400
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted(row["index"] for row in rows) == list(range(400))
+
+
+def test_a_file_made_otherwise_is_refused(model_dir, tmp_path):
+    out = tmp_path / "out.jsonl"
+    rows = RowFile(out, PROMPTS, "T=1")
+    with pytest.raises(ValueError, match="being written by another process"):
+        RowFile(out, PROMPTS, "T=1")
+    rows.write({"index": 2, "prompt": PROMPTS[2]})
+    rows.close()
+    with pytest.raises(ValueError, match=r"line 1 was made from another model, seed or sampling"):
+        RowFile(out, PROMPTS, "T=2")
+    with pytest.raises(ValueError, match="line 1 was made from another prompt"):
+        RowFile(out, ["other"] * 5, "T=1")
+    with pytest.raises(ValueError, match="cannot write --out"):
+        RowFile(tmp_path / "no" / "out.jsonl", PROMPTS, "T=1")
+    other = tmp_path / "notes.jsonl"
+    other.write_text('{"note": "mine"}\n')
+    with pytest.raises(ValueError, match="line 1 is not a row of ours"):
+        RowFile(other, PROMPTS, "T=1")
+    assert other.read_text() == '{"note": "mine"}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no prompts"),
+        ("\n{\n", "line 2: not JSON"),
+        ('{"prompt": "a"}\n{"text": "b"}\n', "line 2: no 'prompt', only text"),
+        ('{"prompt": ""}', "line 1: the prompt must be text or messages"),
+        ('{"prompt": [{"role": "user"}]}', "line 1: the prompt must be text or messages"),
+        ("7", "line 1: the prompt must be text or messages"),
+    ],
+)
+def test_bad_prompt_files_name_the_line(tmp_path, text, message):
+    path = tmp_path / "in.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_prompts(path)
+
+
+def test_a_prompt_that_leaves_no_room_is_named_by_its_own_index(model_dir):
+    prompts = ["a", "b", "x" * 600]
+    with pytest.raises(ValueError, match=r"prompt 2 has \d+ tokens; the model's context is 512"):
+        generate(served(model_dir), prompts, PARAMS, print, skip=[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either --prompt TEXT or --prompts FILE.jsonl"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 or more"),
+        (["--prompt", "a", "--model", "smollm2-135n"], "did you mean 'smollm2-135m'"),
+        (["--prompt", "a", "--arms", "eagle-2"], "'eagle-2' needs a draft model"),
+        (["--prompt", "a", "--arms", "medusa-2"], "'medusa-2' has no drafter"),
+        (["--prompt", "a", "--drafter", "/no/such"], "no drafter at '/no/such'"),
+        (["--prompt", "a", "--dtype", "fp8"], "'fp8' is not one of auto, fp32, bf16"),
+        (["--prompts", "/no/such.jsonl"], "cannot read --prompts /no/such.jsonl"),
+    ],
+)
+def test_bad_input_of_generate_is_one_line(model_dir, arguments, message):
+    own = [] if "--model" in arguments else ["--model", str(model_dir)]
+    done = CliRunner().invoke(app, ["generate", *arguments, *own])
+    assert done.exit_code == 2, done
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_half_a_character_is_held_back(capsys):
+    printer = Printer(None)
+    for text in ("a", "a\ufffd", "a\u00e9", "a\u00e9b"):
+        printer.show(text)
+    printer.show("a\u00e9b!", last=True)
+    assert capsys.readouterr().out == "a\u00e9b!\n"
+
+
+def test_one_prompt_is_shown_as_it_grows(model_dir, capsys):
+    server = served(model_dir)
+    run_generate(server, ["hello"], PARAMS, None, dtype="fp32", seed=0, raw=True, live=True)
+    shown = capsys.readouterr()
+    run_generate(server, ["hello"], PARAMS, None, dtype="fp32", seed=0, raw=True, live=False)
+    row = json.loads(capsys.readouterr().out)
+    assert shown.out == row["completion"] + "\n"
+    assert "tokens/s, accept length 1.00" in shown.err
+
+
+@pytest.mark.parametrize("layout", ["sglang", "vllm", "speculators", "native"])
+def test_exports_load_back_and_draft_again(model_dir, run_dir, expected, tmp_path, layout):
+    lines = export(str(run_dir), tmp_path / layout, layout, check=True)
+    assert "checked: loaded back strictly" in lines[1] and str(tmp_path) in lines[2]
+    assert complete(served(model_dir, tmp_path / layout, ("eagle-3",))) == expected
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    target = make_target(model)
+    started = start_drafter(model, target, DrafterConfig(start=str(tmp_path / layout)))
+    own = load_drafter(run_dir / "drafter")
+    assert torch.equal(started.ids_V, own.ids_V)
+    assert torch.allclose(started.fc, own.fc, atol=1e-2)  # bf16 in the file of the engines
+
+
+def test_what_cannot_be_exported_is_named(model_dir, run_dir, tmp_path):
+    for arguments, message in [
+        ((str(run_dir), tmp_path / "x", "mlx"), "--to: 'mlx' is not one of sglang, vllm"),
+        ((str(tmp_path), tmp_path / "x", "vllm"), "no drafter at"),
+        ((str(run_dir), run_dir / "drafter", "vllm"), "is the drafter itself"),
+        ((str(run_dir / "drafter"), tmp_path / "x", "vllm"), "holds no policy/; give --model"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            export(*arguments)
+    wide = tmp_path / "wide"
+    tiny_model("llama", hidden_size=128, vocab_size=100).save_pretrained(wide)
+    with pytest.raises(ValueError, match=r"drafter '.*drafter': the drafter has hidden_size"):
+        export(str(run_dir), tmp_path / "x", "vllm", model=str(wide))
+    with pytest.raises(ConfigError, match=r"drafter.start: .* has hidden_size"):
+        _check_drafter(str(run_dir), str(wide))
+    assert not (tmp_path / "x").exists()
+
+
+def test_drafters_on_the_hub_are_tried_only_by_id(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="neither a folder nor on the Hub"):
+        resolve_drafter("someone/some-eagle3-head")
+
+
+def test_warm_up_trains_a_drafter_that_runs_can_start_from(model_dir, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    parts = build_speculation(
+        model,
+        RolloutConfig(arms=["off", "eagle-2"]),
+        DrafterConfig(draft_vocab_size=64, pack_tokens=64),
+        SpotConfig(mode="off"),
+        device=torch.device("cpu"),
+    )
+    before = {name: tensor.clone() for name, tensor in parts.trainer.tensors().items()}
+    prompts, said = [[5 + i, 6, 7] for i in range(12)], []
+    warm_up(
+        parts, prompts, PARAMS, tmp_path / "warm",
+        rows=4, seconds=60.0, steps=25, seed=1, say=said.append,
+    )  # fmt: skip
+    assert parts.trainer.version == 25, "it stops at --steps"
+    saved = load_drafter(tmp_path / "warm")
+    for name, tensor in parts.trainer.tensors().items():
+        assert torch.equal(dict(saved.named_parameters())[name], tensor)
+        assert not torch.equal(before[name], tensor), f"{name} was not trained"
+    assert "expected acceptance" in said[-1] and "25 train steps" in said[-1]
+    started = start_drafter(model, parts.engine.target, DrafterConfig(start=str(tmp_path / "warm")))
+    assert torch.equal(started.fc, saved.fc)
+
+
+def test_warm_up_ends_in_time(model_dir, tmp_path, monkeypatch):
+    """A round that would leave no time to train on it is not begun."""
+    now = iter(range(10_000))
+    monkeypatch.setattr("minitlt.warmup.time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    parts = build_speculation(
+        model, RolloutConfig(arms=["off"]), DrafterConfig(draft_vocab_size=64, pack_tokens=32),
+        SpotConfig(mode="off"), device=torch.device("cpu"),
+    )  # fmt: skip
+    said = []
+    warm_up(parts, [[5, 6]], PARAMS, tmp_path / "warm", rows=2, seconds=40.0, say=said.append)
+    assert said and float(said[-1].split()[0]) <= 45
