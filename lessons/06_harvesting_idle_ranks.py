@@ -96,8 +96,8 @@ receipts = [e for e in events if e["event"] == "harvest_end" and e["rank"] == 1]
 for receipt in receipts:
     part = receipt["harvested_s"] / receipt["available_s"]
     print(
-        f"step {receipt['step']}: rank 1 had {receipt['available_s']:.1f} s of idle time and trained "
-        f"in {part:.0%} of it ({receipt['drafter_steps']} train steps)"
+        f"step {receipt['step']}: rank 1 had {receipt['available_s']:.1f} s of idle time and "
+        f"trained in {part:.0%} of it ({receipt['drafter_steps']} train steps)"
     )
 seconds = [e["seconds"] for e in events if e["event"] == "rollout_end" and e["rank"] == 0]
 print("rollouts of rank 0:", "  ".join(f"{s:.1f} s" for s in seconds))

@@ -2,8 +2,8 @@
 
 A lesson is a Python script in cells: `# %% [markdown]` (a comment), `# %%` (code), and one
 `# %% exercise` (code: the stub that the reader replaces; `solutions/NN.py` is one answer). Cells
-run in this process, in one namespace, compiled under the lesson's own path and line numbers, so that
-tracebacks point into the script. A notebook holds the same cells in the same order, with what they
+run in this process, in one namespace, compiled under the lesson's own path and line numbers, so
+that tracebacks point into the script. A notebook holds the same cells in the same order, with what they
 printed and drew. The stub is run, not the solution: the notebook does not give the answer away.
 
 Left out: echoing a cell's last expression (lessons print), rich outputs other than PNG.

@@ -154,10 +154,14 @@ class RowFile:
         except OSError as error:
             raise ValueError(f"cannot write --out {path}: {error.strerror}") from error
         data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]  # what a kill tore is made again
-        for number, line in enumerate(whole.splitlines(), 1):
-            self._recall(line, prompts, number)
-        os.ftruncate(self._fd, len(whole))
+        whole = data[: data.rfind(b"\n") + 1]
+        try:
+            for number, line in enumerate(whole.splitlines(), 1):
+                self._recall(line, prompts, number)
+        except ValueError:
+            self.close()
+            raise
+        os.ftruncate(self._fd, len(whole))  # what a kill tore is made again
 
     def _recall(self, line: bytes, prompts: Sequence[Prompt], number: int) -> None:
         where = f"--out {self.path} line {number}"
