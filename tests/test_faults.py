@@ -91,8 +91,7 @@ class Run:
     """`minitlt train` in its own session, with what it leaves behind."""
 
     def __init__(self, folder, *arguments, before=()):
-        self.folder = folder
-        self.shared = set(SHARED.glob("minitlt-*"))
+        self.folder, self.ranks, self.token = folder, [], "none"
         command = [sys.executable, "-m", "minitlt.cli", "train", *map(str, arguments)]
         self.process = subprocess.Popen(
             [*before, *command],
@@ -102,7 +101,6 @@ class Run:
             start_new_session=True,
             env=dict(os.environ, PYTHONPATH=str(Path(__file__).parent)),
         )
-        self.ranks = []
 
     def wait_for(self, name, rank=None, step=None):
         """Until the log holds such an event; remembers the rank's processes on the way."""
@@ -124,6 +122,12 @@ class Run:
             (c for c in children if "RANK" in c.environ()), key=lambda c: c.environ()["RANK"]
         )
         assert len(self.ranks) == 2
+        opened = [Path(f.path).name for rank in self.ranks for f in rank.open_files()]
+        self.token = next(name for name in opened if name.startswith("minitlt-")).split("-")[1]
+
+    def shared(self):
+        """This run's files in shared memory."""
+        return list(SHARED.glob(f"minitlt-{self.token}-*"))
 
     def end(self, within=PATIENCE_S):
         """(exit code, stderr's own lines); nothing of the run is left."""
@@ -136,7 +140,7 @@ class Run:
         print(f"ended after {time.monotonic() - started:.1f} s: {stderr.strip()}")
         _, alive = psutil.wait_procs(self.ranks, timeout=1)
         assert not alive
-        assert set(SHARED.glob("minitlt-*")) <= self.shared
+        assert not self.shared()
         assert "Traceback" not in stderr, stderr
         return self.process.returncode, [s for s in stderr.splitlines() if s.startswith("minitlt:")]
 
@@ -194,7 +198,7 @@ def test_a_killed_launcher_takes_its_ranks_along(recipe, tmp_path):
     run.process.kill()
     _, alive = psutil.wait_procs(run.ranks, timeout=END_S)
     assert not alive
-    assert set(SHARED.glob("minitlt-*")) <= run.shared
+    assert not run.shared()
     run.end()
     assert resume(folder) >= 1
 
@@ -209,7 +213,7 @@ def test_interrupts_save_and_resume(recipe, tmp_path, number):
     assert run.process.returncode == 130
     assert "--resume" in stderr and "Traceback" not in stderr
     assert not psutil.wait_procs(run.ranks, timeout=1)[1]
-    assert set(SHARED.glob("minitlt-*")) <= run.shared
+    assert not run.shared()
     step = int(last_checkpoint(folder).name.split("-")[-1])
     again = Run(folder, "--resume", folder)
     assert again.end()[0] == 0
@@ -305,11 +309,9 @@ def measure(run, seconds):
     """Per rank the median of its memory and the most files, threads and shared files seen."""
     samples = []
     for _ in range(seconds * 2):
-        shared = len(set(SHARED.glob("minitlt-*")) - run.shared)
-        samples.append([
-            (rank.memory_info().rss, rank.num_fds(), rank.num_threads(), shared)
-            for rank in run.ranks
-        ])  # fmt: skip
+        shared = len(run.shared())
+        seen = [(r.memory_info().rss, r.num_fds(), r.num_threads(), shared) for r in run.ranks]
+        samples.append(seen)
         time.sleep(0.5)
     result = []
     for seen in zip(*samples, strict=True):
