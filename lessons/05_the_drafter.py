@@ -125,19 +125,19 @@ for name, (_, _, colour) in students.items():
     left.plot(range(4, 4 + len(smooth)), smooth, color=colour, label=name)
     places = range(1, 5)
     right.plot(places, exams[name].stats.accept_by_position, "o-", color=colour, label=name)
-left.set(xlabel="train step", ylabel="acceptance in training", ylim=(0, 1))
-left.set_title("Features make learning fast (mean of 8 steps)")
-right.set(xlabel="guess", ylabel="row-passes that accepted this deep", ylim=(0, 1))
+left.set(xlabel="train step", ylabel="acceptance", ylim=(0, 1))
+left.set_title("The first guess, in training (mean of 8 steps)")
+right.set(xlabel="guess", ylabel="share accepted this deep", ylim=(0, 1))
 right.set_xticks(range(1, 5))
 right.legend(fontsize=8.5)
 right.set_title("In a rollout: how far the guesses carry")
 show(figure, "05_drafter")
 
 # %% [markdown]
-# **What the figure says.** Left: with the target's features the drafter learns much faster than
-# from tokens alone. Right: with the same features, unrolled training carries further. A drafter
-# that never saw its own states in training does well with the first guess and loses the thread
-# with the later ones.
+# **What the figure says.** Left: with the target's features the drafter soon overtakes the one
+# that sees only tokens, and the one-step drafter is best of all. Right: with the same features,
+# unrolled training carries further. A drafter that never saw its own states in training does well
+# with the first guess and loses the thread with the later ones.
 #
 # A drafter of this size can follow the policy: when the policy moves by one optimizer step, the
 # drafter is a few train steps behind, not a whole training. That is why it can be trained in idle

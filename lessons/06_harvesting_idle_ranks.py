@@ -82,14 +82,17 @@ top.set_yticks([1.35, 0.35], ["rank 0", "rank 1"])
 top.set_title("Blue: decodes. Green: trains the drafter. White: publishes. Amber: swaps it in")
 progress = [e for e in events if e["event"] == "rollout_progress" and e["rank"] == 0]
 below.plot(
-    [e["t"] - zero for e in progress], [e["accept_len"] for e in progress], "o", color=BLUE, ms=4
+    [e["t"] - zero for e in progress],
+    [e["accept_len"] for e in progress],
+    "o-",
+    color=BLUE,
+    ms=4,
+    linewidth=0.8,
 )
-for swap in times("swap"):
-    below.axvline(swap, color=AMBER, linewidth=1)
 for start, _ in spans(0, "rollout_start", "rollout_end")[1:]:
-    below.axvline(start, color=GREY, linewidth=1, linestyle=":")
+    below.axvline(start, color=GREY, linewidth=1.5, linestyle="--")
 below.set(xlabel="seconds", ylabel="tokens per pass", ylim=(0.9, None))
-below.set_title("Accept length of rank 0, the straggler (dotted: next rollout)")
+below.set_title("Accept length of rank 0, the straggler (dashed: the next rollout starts)")
 show(figure, "06_harvest")
 
 receipts = [e for e in events if e["event"] == "harvest_end" and e["rank"] == 1]
@@ -105,7 +108,7 @@ print("rollouts of rank 0:", "  ".join(f"{s:.1f} s" for s in seconds))
 # %% [markdown]
 # **What the figure says.** The grey blocks of lesson 2 are green now. Within the very first
 # rollout the straggler swaps in what the other rank has just learned, its passes yield more
-# tokens, and the whole step ends sooner. The better the drafter, the shorter the window in which
+# tokens, and everyone waits less for it. The better the drafter, the shorter the window in which
 # it can learn: the two balance each other.
 #
 # Three rules make this safe in a real job. No collective operation runs while any rank decodes;

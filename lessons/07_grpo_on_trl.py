@@ -19,6 +19,7 @@ import warnings
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import torch
 from datasets import Dataset
+from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 from trl import GRPOConfig
 
@@ -57,7 +58,8 @@ rewards_seen: list[list[float]] = []
 
 
 def cats(completions: list[str], **_) -> list[float]:
-    rewards = [text.count(" cat ") / max(text.count("."), 1) for text in completions]
+    stories = [text.split(".")[:-1] or [""] for text in completions]
+    rewards = [sum(" cat " in s for s in sentences) / len(sentences) for sentences in stories]
     rewards_seen.append(rewards)
     return rewards
 
@@ -80,10 +82,10 @@ def train(arms: list[str]) -> Watched:
             use_cpu=True,
             bf16=False,
             max_steps=NUM_STEPS,
-            per_device_train_batch_size=4 * GROUP,
+            per_device_train_batch_size=3 * GROUP,
             num_generations=GROUP,
-            max_completion_length=100,
-            learning_rate=2e-3,
+            max_completion_length=64,
+            learning_rate=3e-3,
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
             logging_steps=1,
@@ -97,11 +99,12 @@ def train(arms: list[str]) -> Watched:
             processing_class=tokenizer(),
             reward_funcs=[cats],
             args=args,
-            train_dataset=Dataset.from_dict({"prompt": ["tell 1:", "tell 2:", "tell 3:"] * 16}),
+            train_dataset=Dataset.from_dict({"prompt": ["tell 1:", "tell 2:"] * 24}),
             rollout=RolloutConfig(arms=arms),
             drafter=DrafterConfig(draft_vocab_size=0, train_head=False, pack_tokens=128),
             spot=SpotConfig(mode="inline", inline_fraction=0.5),
         )
+        trainer.remove_callback(PrinterCallback)  # it would print every metric of every step
         trainer.advantages, trainer.accept_lengths, trainer.texts = [], [], []
         trainer.train()
         trainer.speculation.spot.close()
@@ -138,11 +141,20 @@ right.axhline(1, color=GREY)
 right.set(xlabel="step", ylabel="tokens per row and pass", ylim=(0.9, None))
 right.set_title("The drafter follows the moving policy (grey: plain)")
 show(figure, "07_grpo")
+for name, trainer in (("plain", plain), ("speculative", fast)):
+    seconds = trainer.last_rollout.stats.seconds
+    passes = trainer.last_rollout.stats.verify_steps
+    print(f"last rollout, {name}: {passes} passes, {seconds:.2f} s")
 
 # %% [markdown]
 # **What the figure says.** Left: the two curves are one curve, not two similar ones. Speculation
 # is invisible to the training. Right: meanwhile the drafter gets better, although the policy that
 # it imitates moves in every step.
+#
+# Look at the seconds as well. Fewer passes are not less time here: with 24 rows active and a
+# target this small, the drafter costs about as much as the target. We fixed the depth to see the
+# drafter at work. With `arms=["off", "eagle-3"]` the bandit of lesson 4 would draft only where it
+# pays.
 #
 # ## Exercise: the advantages
 #

@@ -3,8 +3,8 @@
 A lesson is a Python script in cells: `# %% [markdown]` (a comment), `# %%` (code), and one
 `# %% exercise` (code: the stub that the reader replaces; `solutions/NN.py` is one answer). Cells
 run in this process, in one namespace, compiled under the lesson's own path and line numbers, so
-that tracebacks point into the script. A notebook holds the same cells in the same order, with what they
-printed and drew. The stub is run, not the solution: the notebook does not give the answer away.
+that tracebacks point into the script. A notebook holds the same cells in the same order, with what
+they printed and drew. The stub is run, not the solution: the answer is not given away.
 
 Left out: echoing a cell's last expression (lessons print), rich outputs other than PNG.
 
@@ -15,6 +15,7 @@ import ast
 import base64
 import contextlib
 import io
+import os
 import sys
 import time
 import types
@@ -24,6 +25,7 @@ from typing import Any
 
 import matplotlib
 import nbformat
+import torch
 
 HERE = Path(__file__).parent
 LESSONS = sorted(HERE.glob("[0-9][0-9]_*.py"))
@@ -31,6 +33,8 @@ NOTEBOOKS = HERE / "notebooks"
 MARKDOWN, CODE, EXERCISE = "markdown", "code", "exercise"
 MOST_BYTES = 300_000
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # for lesson 8; read when triton is imported
 sys.path.insert(0, str(HERE))
 import course  # noqa: E402
 

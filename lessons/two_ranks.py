@@ -27,7 +27,7 @@ from minitlt.target import make_target
 
 PASS_SECONDS = 0.02
 NUM_STEPS = 3
-STORIES = {0: [9, 9, 9, 8], 1: [1, 2, 2, 1]}  # sentences per row
+STORIES = {0: [9, 9, 9, 8], 1: [1, 2, 2, 3] * 4}  # sentences per row
 
 
 class Diary:
@@ -69,7 +69,7 @@ def main(folder: Path, rank: int) -> None:
     buffer = ReplayBuffer(settings, vocab_size=drafter.config.vocab_size)
     proposer = Eagle3Proposer(drafter, settings, buffer=buffer)
     trainer = DrafterTrainer(drafter, buffer, settings)
-    spot = SpotTrainer(trainer, store, rank, 2, SpotConfig(publish_seconds=0.5), log)
+    spot = SpotTrainer(trainer, store, rank, 2, SpotConfig(publish_seconds=1.0), log)
     diary = Diary(log, spot, proposer)
     bandit = Bandit([Arm(proposer.name, depth=3)])
     engine = RolloutEngine(target, [proposer], bandit, on_step=diary.between_passes)

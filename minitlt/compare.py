@@ -108,7 +108,7 @@ def _tensors(folder: Path) -> dict[str, Any]:
 def table(left: Path, right: Path) -> list[str]:
     """The summary numbers of both runs side by side."""
     summaries = [summarize(read_events(folder / "events.jsonl")) for folder in (left, right)]
-    names = [key for key in summaries[0] | summaries[1]]
+    names = list(summaries[0] | summaries[1])
     width = max(len(name) for name in names)
     lines = [f"{'':{width}}  {left.name:>20.20}  {right.name:>20.20}"]
     for name in names:

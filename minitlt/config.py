@@ -4,8 +4,8 @@ A recipe is flat and speaks TRL's language: every field of GRPOConfig, ModelConf
 arguments under its own name, so that a plain TRL GRPO file runs unchanged. minitlt adds `nproc`
 and the blocks `task:`, `rollout:`, `drafter:`, `spot:`; of what `trl grpo` takes beside the fields
 it knows `env:`, `num_processes` (our `nproc`) and `accelerate_config`. The command line overrides
-all of them: `--learning_rate 1e-5`, `--rollout.dtype bf16`. Unknown keys are errors that name the nearest
-valid one; wrong types say what would be right.
+all of them: `--learning_rate 1e-5`, `--rollout.dtype bf16`. Unknown keys are errors that name the
+nearest valid one; wrong types say what would be right.
 
 Left out: environment-variable interpolation, config inheritance, Python in configs.
 Try it: `minitlt train --dry-run`.
@@ -35,8 +35,6 @@ class ConfigError(ValueError):
 
 def option(default: Any, help_text: str) -> Any:
     """A dataclass field with a help text."""
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata={"help": help_text})
     return field(default=default, metadata={"help": help_text})
 
 
@@ -45,7 +43,9 @@ class TaskConfig:
     """What is trained on: a data set and its rewards."""
 
     name: str = option("", "reasoning-gym name, gsm8k, a Hub data set, or a .jsonl file")
-    options: dict[str, Any] = option({}, "options of the data set, passed on as they are")
+    options: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "options of the data set, passed on as they are"}
+    )
 
 
 @dataclass
@@ -54,9 +54,11 @@ class RolloutConfig:
 
     dtype: str = option("auto", "weights for decoding: auto (the trainer's), fp32, bf16")
     backend: str = option("auto", "forward: auto, fused (written out) or module (transformers)")
-    arms: list[str] = option(
-        ["off", "ngram-3", "eagle-2", "eagle-3", "eagle-4"],
-        "ways to draft the bandit chooses from: off, SOURCE-DEPTH or SOURCE-DEPTHxWIDTH",
+    arms: list[str] = field(
+        default_factory=lambda: ["off", "ngram-3", "eagle-2", "eagle-3", "eagle-4"],
+        metadata={
+            "help": "ways to draft the bandit chooses from: off, SOURCE-DEPTH or SOURCE-DEPTHxWIDTH"
+        },
     )
     epsilon: float = option(0.05, "share of steps on which the bandit explores")
     window: int = option(40, "verify steps the bandit remembers per arm and bucket")
@@ -380,6 +382,7 @@ def batch_algebra(args: Any, world_size: int) -> list[str]:
         raise ConfigError(
             f"a group of num_generations {group} would be split across ranks: "
             + "; ".join(lines[:2])
-            + f"; choose per_device_train_batch_size x steps_per_generation as a multiple of {group}"
+            + "; choose per_device_train_batch_size x steps_per_generation as a multiple of "
+            + str(group)
         )
     return lines

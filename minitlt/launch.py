@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -94,6 +95,8 @@ def _cause(code: int, path: Path) -> str:
         return "was killed; if nobody did that, the machine ran out of memory"
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
+    if shutil.disk_usage(path.parent).free < 1 << 20:  # then its own last words are lost as well
+        return "failed: No space left on device"
     return f"failed: {last_line(path)}"
 
 

@@ -215,8 +215,8 @@ def simulate(events: list[Event], ranks: int = 0, nodes: int = 1) -> list[str]:
     head = f"{'':>22}{'plain':>9}{'TLT':>9}{'perfect':>9}{'speedup':>9}{'idle':>9}"
     lines = [f"{head}{'drafter steps':>15}", _line("the run's lengths", own)]
     if ranks * nodes not in (0, own.ranks) or nodes > 1:
-        config = next((e["config"] for e in events if e["event"] == "run"), {})
-        group = int(config.get("num_generations", 8))
+        runs = [e["config"] for e in events if e["event"] == "run"]
+        group = int(runs[0].get("num_generations", 8)) if runs else 8
         total = (ranks or own.ranks) * nodes
         drawn = draw_lengths(recorded, total, min(group, len(recorded[0][0])))
         lines.append(_line(f"{nodes} x {ranks or own.ranks} ranks", replay(costs, drawn, slots)))

@@ -99,7 +99,7 @@ def load_task(
     suffix: str | None = None,
     example: Sequence[str] | None = None,
     chat: bool = True,
-    rewards: Sequence[str | Reward] | None = None,
+    rewards: str | Sequence[str | Reward] | None = None,
     reward_weights: Sequence[float] | None = None,
     **options: Any,
 ) -> Task:
@@ -129,6 +129,8 @@ def load_task(
         (example[0], example[1]) if example is not None else None,
         chat,
     )
+    wanted = [rewards] if isinstance(rewards, str) else rewards
+    given = None if wanted is None else resolve_rewards(wanted)  # before anything is fetched
     own: list[str | Reward]
     if name.endswith(".jsonl"):
         rows, own = _jsonl_rows(Path(name), size, style, options), ["exact", "format"]
@@ -137,7 +139,7 @@ def load_task(
     else:
         rows, scorer = _gym_rows(name, size, seed, style, options)
         own = [scorer, "format"]
-    functions = resolve_rewards(own if rewards is None else rewards)
+    functions = resolve_rewards(own) if given is None else given
     if reward_weights is None:
         weights = [0.2 if function.__name__ == "answer_format" else 1.0 for function in functions]
     else:

@@ -33,6 +33,7 @@ from minitlt.spot import SpotConfig
 from minitlt.tasks import encode_prompt
 
 _WARMUP_GENERATION = 1 << 42  # keys of warm-up rollouts, never used by training
+_WIDER = 4  # rows of a round per row of a rank's rollout: no backward of the policy needs memory
 
 
 def run_warmup(prepared: Prepared, folder: Path, seconds: float, steps: int = 0) -> None:
@@ -67,7 +68,7 @@ def run_warmup(prepared: Prepared, folder: Path, seconds: float, steps: int = 0)
         [encode_prompt(tokenizer, row["prompt"]) for row in rows],
         params,
         folder,
-        rows=args.per_device_train_batch_size * args.steps_per_generation,
+        rows=_WIDER * args.per_device_train_batch_size * args.steps_per_generation,
         seconds=seconds,
         steps=steps,
         seed=args.seed,
@@ -112,7 +113,7 @@ def warm_up(
         save_drafter(folder, trainer.drafter)
         say(
             f"{time.monotonic() - started:.0f} s: round {num_round}, {stats.tokens} tokens, accept "
-            f"length {stats.accept_length:.2f}; {trainer.version} train steps, expected acceptance "
+            f"length {stats.accept_length:.2f}; {trainer.version} train steps, acceptance there "
             + " ".join(f"{a:.2f}" for a in done.get("acceptance", []))
         )
 

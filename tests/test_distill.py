@@ -209,12 +209,12 @@ def test_drafter_overfits_a_fixed_target():
         learning_rate=5e-3, head_learning_rate=5e-3, pack_tokens=200, clip=1.0, draft_vocab_size=40
     )
     buffer = ReplayBuffer(settings, vocab_size=W)
-    for _ in range(4):
-        tokens = torch.randint(40, (30,), generator=random)
-        taps = torch.randn(29, 48, generator=random)
+    for _ in range(3):
+        tokens = torch.randint(40, (20,), generator=random)
+        taps = torch.randn(19, 48, generator=random)
         buffer.add(tokens.tolist(), 4, taps, embed[tokens[1:]] + 0.1)
     trainer = DrafterTrainer(drafter, buffer, settings)
-    for _ in range(220):
+    for _ in range(120):
         result = trainer.train_step()
     assert result["acceptance"][0] > 0.95 and result["acceptance"][1] > 0.95, result
 

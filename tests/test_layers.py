@@ -38,8 +38,8 @@ ALLOWED = {
     "page": {"events", "report", "charts", "pictures"},
     # training
     "guards": {"spec"},
-    "rl": {"config", "distill", "draft", "drafter", "eagle3", "ngram", "events", "guards", "kernels",
-           "spec", "spot", "target", "export", "models"},
+    "rl": {"config", "distill", "draft", "drafter", "eagle3", "events", "export", "guards",
+           "kernels", "models", "ngram", "spec", "spot", "target"},
     "run": {"config", "distill", "drafter", "eagle3", "export", "events", "kernels", "models",
             "report", "rl", "spec", "spot", "swap", "tasks"},
     "launch": {"report", "page", "swap"},

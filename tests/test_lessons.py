@@ -15,7 +15,7 @@ sys.path.insert(0, str(LESSONS))
 import build  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
-SLOW = {"06", "07"}  # two processes; two training runs
+SLOW = {"05", "06", "07"}  # three drafters; two processes; two training runs
 MARKED = [
     pytest.param(lesson, id=lesson.stem, marks=[pytest.mark.slow] * (lesson.name[:2] in SLOW))
     for lesson in build.LESSONS

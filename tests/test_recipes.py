@@ -1,4 +1,4 @@
-"""Every recipe and every command on the recipes' pages, checked without the Hub and without GPUs."""
+"""Every recipe and every command on the recipes' pages, checked without Hub and GPU."""
 
 import os
 import re
