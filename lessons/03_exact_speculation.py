@@ -135,7 +135,7 @@ best, by_ratio, by_match, alone = zip(*map(acceptance, errors), strict=True)
 # %%
 figure, (left, middle) = picture(2, width=9.6, height=3.4)
 for i, (name, (law, colour)) in enumerate(laws.items()):
-    left.bar(torch.arange(6) + 0.2 * (i - 1.5), law, 0.19, color=colour, label=name)
+    left.bar([v + 0.2 * (i - 1.5) for v in range(6)], law.tolist(), 0.19, color=colour, label=name)
 left.set(xlabel="token", ylabel="probability")
 left.legend(fontsize=8.5)
 left.set_title("Two rules give the target's law, the trap does not")

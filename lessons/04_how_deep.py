@@ -115,7 +115,7 @@ for rows, style in ((1, "-"), (8, "--")):
         right.plot(tried[top], line[top], "o", color=colour, markersize=6)
         name = f"{rows} row{'s' * (rows > 1)}, {skill}"
         right.annotate(name, (8, line[-1]), (6, 0), "data", "offset points", va="center")
-right.axhline(1, color=INK, linewidth=0.8)
+right.plot([0, 8], [1, 1], color=INK, linewidth=0.8)
 right.set(xlabel="guesses per pass", ylabel="speed-up over plain decoding", xlim=(0, 10.5))
 right.set_xticks([0, 2, 4, 6, 8])
 right.set_title("What it is worth on this machine (dots: best)")

@@ -102,8 +102,11 @@ for receipt in receipts:
         f"step {receipt['step']}: rank 1 had {receipt['available_s']:.1f} s of idle time and "
         f"trained in {part:.0%} of it ({receipt['drafter_steps']} train steps)"
     )
-seconds = [e["seconds"] for e in events if e["event"] == "rollout_end" and e["rank"] == 0]
-print("rollouts of rank 0:", "  ".join(f"{s:.1f} s" for s in seconds))
+for end in (e for e in events if e["event"] == "rollout_end" and e["rank"] == 0):
+    print(
+        f"rollout {end['step']} of rank 0: {end['verify_steps']} passes for {end['tokens']} "
+        f"tokens, {end['accept_len']:.2f} per row and pass"
+    )
 
 # %% [markdown]
 # **What the figure says.** The grey blocks of lesson 2 are green now. Within the very first

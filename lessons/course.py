@@ -22,7 +22,7 @@ from minitlt.draft import Draft, chain_parents
 BLUE, GREEN, AMBER, PURPLE, GREY, INK, ORANGE = (
     COLOURS[name][0] for name in ("generate", "harvest", "merge", "update", "wait", "ink", "run2")
 )
-FIGURES = Path(__file__).parent.parent / "runs" / "lessons"
+FIGURES = Path(__file__).resolve().parent.parent / "runs" / "lessons"
 
 torch.set_num_threads(1)  # so that numbers compare between machines
 matplotlib.rcParams.update(STYLE)

@@ -82,8 +82,9 @@ def main(folder: Path, rank: int) -> None:
         log.write("rollout_start", step=step, rows=len(prompts), version=trainer.version)
         keys = [row_key(0, step, rank * len(prompts) + i) for i in range(len(prompts))]
         rollout = engine.generate(prompts, params, keys)
-        lengths = [len(tokens) for tokens in rollout.completion_ids]
-        log.write("rollout_end", step=step, seconds=rollout.stats.seconds, lengths=lengths)
+        stats = rollout.stats
+        sums = {"tokens": stats.tokens, "verify_steps": stats.verify_steps}
+        log.write("rollout_end", step=step, accept_len=stats.accept_length, **sums)
         spot.harvest(step)
         buffer.next_step()
         proposer.reload()

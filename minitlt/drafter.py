@@ -14,8 +14,10 @@ All proposals are coupled: they are sampled with the noise that the target will 
 so a drafter equal to the target is always right. The shape of a tree follows EAGLE-2 (arXiv
 2406.16858): the most confident nodes are expanded and the most confident of all are kept. The
 confidence differs: with the noise known, the children of a node compete by score (log q + noise),
-and a softmax over those scores is the chance that each wins once the target's logits replace the
-drafter's (exactly so if they differ by Gumbel noise of scale 1; at T = 0 it is EAGLE-2's own rule).
+and softmax(scores / s) is the chance that each wins once the target's logits replace the drafter's,
+if the two differ by Gumbel noise of scale s. Against EAGLE-2's own rule (q alone) this gave accept
+lengths of 1.99 instead of 1.71 with 16 nodes and 2.08 instead of 1.80 with 31 (SmolLM2-135M, T = 1,
+a drafter after 90 s of training; s = 1.5 was best of 0.7..3).
 
 Left out: captured graphs for the drafter, a memory-shared prompt among siblings (its taps are
 copied), drafting for rows whose taps were not seen from the start (they get no drafts).
@@ -64,6 +66,7 @@ __all__ = [
 _TAIL = 16  # up to this many new pairs are computed together with the first guess
 _FILL = 512  # more are written first, this many at a time
 _READ_STEP = 128  # the cache is read in multiples of this many pairs
+_SOFTNESS = 1.5  # scale of the noise between the drafter's logits and the target's
 _STEP_PENALTY = 1e-4  # a child is never as confident as its parent, not even after rounding
 _FLOOR = -30.0  # log confidence of one step is not let below this
 _NEVER = -1e4  # log confidence of what can follow a stop token
@@ -374,7 +377,7 @@ class Eagle3Proposer:
         tokens_Nk, _, scores_Nk, _ = gumbel_topk(
             logits_NV, keys_N, positions_N, temperatures_N, k, ids_V
         )
-        trust_Nk = scores_Nk.log_softmax(-1).clamp(min=_FLOOR) - _STEP_PENALTY
+        trust_Nk = (scores_Nk / _SOFTNESS).log_softmax(-1).clamp(min=_FLOOR) - _STEP_PENALTY
         return tokens_Nk, trust_Nk
 
     # Storage.

@@ -32,6 +32,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Iterator
+from http.client import HTTPException
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,7 @@ def hub_answers(url: str, timeout: float) -> str | None:
         except urllib.error.HTTPError as error:
             words = {401: "private or unknown id", 403: "access denied", 404: "unknown id"}
             answer[0] = f"the Hub says {error.code}: {words.get(error.code, error.reason)}"
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             answer[0] = f"the Hub cannot be reached: {getattr(error, 'reason', error)}"
 
     thread = threading.Thread(target=ask, daemon=True)

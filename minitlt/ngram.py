@@ -269,36 +269,40 @@ class MergedDrafter:
 
     The copied chain may take `depth` of the nodes, the learned tree gets the rest. At width 1 there
     is no room for two guesses: the learned chain is used, and the copied one where there is none.
+    shared: the engine drives both sources itself already; nothing is then passed on twice.
     """
 
     name = "merged"
-    needs_taps = True
 
-    def __init__(self, learned: Any, ngram: NgramDrafter) -> None:
+    def __init__(self, learned: Any, ngram: NgramDrafter, *, shared: bool = False) -> None:
         self.learned, self.ngram = learned, ngram
         self.tree_nodes: int = learned.tree_nodes
+        self.needs_taps = not shared
+        self._told: tuple[Any, ...] = () if shared else (learned, ngram)
 
     def begin(self, slot: int, prompt: list[int], group: int) -> None:
-        self.learned.begin(slot, prompt, group)
-        self.ngram.begin(slot, prompt, group)
+        for source in self._told:
+            source.begin(slot, prompt, group)
 
     def prefill(self, slot: int, start: int, taps: Taps) -> None:
-        self.learned.prefill(slot, start, taps)
+        for source in self._told:
+            source.prefill(slot, start, taps)
 
     def share(self, src: int, dst: int, length: int) -> None:
-        self.learned.share(src, dst, length)
+        for source in self._told:
+            source.share(src, dst, length)
 
     def observe(self, slots: list[int], tokens_BN: Tensor, num_B: Tensor, taps: Taps) -> None:
-        self.learned.observe(slots, tokens_BN, num_B, taps)
-        self.ngram.observe(slots, tokens_BN, num_B, taps)
+        for source in self._told:
+            source.observe(slots, tokens_BN, num_B, taps)
 
     def move(self, src: int, dst: int) -> None:
-        self.learned.move(src, dst)
-        self.ngram.move(src, dst)
+        for source in self._told:
+            source.move(src, dst)
 
     def finish(self, slot: int, prompt: list[int], completion: list[int]) -> None:
-        self.learned.finish(slot, prompt, completion)
-        self.ngram.finish(slot, prompt, completion)
+        for source in self._told:
+            source.finish(slot, prompt, completion)
 
     def propose(
         self,

@@ -1,1 +1,1 @@
-"""Recipes are YAML files to copy, not code to import: `minitlt recipes`, `minitlt copy NAME DEST`."""
+"""Recipes are YAML files to copy, not code: `minitlt recipes`, `minitlt copy NAME DEST`."""

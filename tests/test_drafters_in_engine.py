@@ -34,10 +34,10 @@ class House:
         start_from_target(self.drafter, dict(model.named_parameters()))
         self.buffer = ReplayBuffer(CONFIG, vocab_size=model.config.vocab_size)
         self.eagle = Eagle3Proposer(self.drafter, CONFIG, buffer=self.buffer)
-        merged = MergedDrafter(Eagle3Proposer(self.drafter, CONFIG), NgramDrafter(CONFIG))
+        ngram = NgramDrafter(CONFIG)
         self.engine = RolloutEngine(
             self.target,
-            [self.eagle, NgramDrafter(CONFIG), merged],
+            [self.eagle, ngram, MergedDrafter(self.eagle, ngram, shared=True)],
             Bandit([Arm.parse(arm) for arm in arms]),
             max_rows=3,
             on_step=on_step and (lambda engine: on_step(self)),

@@ -352,6 +352,7 @@ def test_hub_id_that_answers_is_kept_and_a_local_snapshot_preferred(
 def test_silent_hub_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(*args: object, **kwargs: object) -> None:
         time.sleep(3)
+        raise OSError("timed out")
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("urllib.request.urlopen", hang)

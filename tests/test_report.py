@@ -196,7 +196,7 @@ def test_package_writes_only_what_the_table_has():
 def test_trainer_metrics_table_is_what_the_trainer_names():
     sources = [PACKAGE / "rl.py", PACKAGE / "spot.py"]
     text = "".join(source.read_text() for source in sources if source.exists())
-    assert set(re.findall(r'"((?:spec|rollout|spot|drafter)/\w+)"', text)) == set(TRAINER_METRICS)
+    assert set(re.findall(r'"((?:spec|rollout|guard)/\w+)"', text)) == set(TRAINER_METRICS)
 
 
 def test_docstring_names_every_event():

@@ -95,7 +95,7 @@ def compare(model_dir, folder, **extra):
         same = torch.equal(value, got[name]) if torch.is_tensor(value) else value == got[name]
         assert same, name
     assert whole.speculation.trainer.version > STEPS
-    used = {arm for arm, *_ in json.loads(want["bandit"])["accepts"]}
+    used = {arm for _, arm, _ in json.loads(want["bandit"])["seconds"]}
     assert used == {"off", "ngram-3", "eagle-2"}
     return checkpoint
 

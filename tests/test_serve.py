@@ -123,6 +123,7 @@ def test_what_was_interrupted_is_taken_up(model_dir, run_dir, expected, tmp_path
     assert RowFile(out, PROMPTS, "made so").done == set(range(len(PROMPTS)))
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_taken_up(model_dir, tmp_path):
     """SIGKILL in the middle; the same command then completes the file."""
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
