@@ -171,13 +171,11 @@ class Bench:
         return tokens, seconds
 
     def plain(self, engine: Any, num: int, generation: int) -> Any:
-        from minitlt.spec import Arm, Bandit
+        """Without drafts, by an engine that no drafter watches."""
+        from minitlt.spec import RolloutEngine
 
-        learned, engine.bandit = engine.bandit, Bandit([Arm()])
-        try:
-            return engine.generate(self.prompts[:num], self.params, self.keys(num, generation))
-        finally:
-            engine.bandit = learned
+        alone = RolloutEngine(engine.target)
+        return alone.generate(self.prompts[:num], self.params, self.keys(num, generation))
 
     def against_transformers(self) -> dict[str, Any]:
         """Our plain path over transformers' generate: tokens per second, medians of repeats."""

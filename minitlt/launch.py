@@ -149,7 +149,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], stop_file: Path | None) -> i
             time.sleep(0.1)
         except KeyboardInterrupt:
             if interrupted:
-                return None
+                raise
             interrupted = True
             print("stopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
             if stop_file is not None:

@@ -511,8 +511,8 @@ def draw_arms(runs: list[Run]) -> Picture | None:
         if regret is None
         else (
             f" At the rate of each rollout's fastest strategy the rollouts would have taken "
-            f"{regret:.0%} less; that overstates the regret, since strategies are tried at different "
-            "numbers of active rows."
+            f"{regret:.0%} less; that overstates the regret, since strategies are tried at "
+            "different numbers of active rows."
         )
     )
     return Picture(

@@ -179,7 +179,9 @@ class MiniTLTTrainer(GRPOTrainer):
         parts = self.speculation
         if training:
             parts.spot.begin(step)
-        self._write("rollout_start", step=step, rows=len(prompts), version=parts.trainer.version)
+        self._write(
+            "rollout_start", step=step, rows=len(prompts), version=parts.engine.policy_version
+        )
         self._progress = Progress(step=step, last=time.perf_counter())
         rollout = parts.engine.generate(prompts, self.sampling, keys)
         self.guards.rollout(len(prompts), rollout, trained=parts.trainer.version > 0)
@@ -521,6 +523,10 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
     """LoRA layers by the name of their module; empty for a plain model."""
     if not hasattr(model, "peft_config"):
         return {}
+    for name, module in model.named_modules():
+        for kind in ("lora_magnitude_vector", "lora_embedding_A"):
+            if len(getattr(module, kind, None) or ()):
+                raise ConfigError(f"{name}: DoRA and LoRA on embeddings are not supported")
     return {n: m for n, m in model.named_modules() if hasattr(m, "lora_A") and len(m.lora_A)}
 
 

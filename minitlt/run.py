@@ -55,7 +55,7 @@ from minitlt.kernels import row_key
 from minitlt.models import HubUnreachable, resolve_drafter, resolve_model
 from minitlt.report import summarize
 from minitlt.rl import BYPASSES, MiniTLTTrainer, RewardTap
-from minitlt.spec import Arm, Bandit
+from minitlt.spec import Arm, RolloutEngine
 from minitlt.spot import SpotConfig
 from minitlt.swap import fingerprint
 from minitlt.tasks import Task, encode_prompt, load_task, resolve_rewards
@@ -112,6 +112,10 @@ def prepare(
         fetch(drafter.start, _check_drafter, drafter.start, model_path)
     if not config.task and not (script.dataset_name or mixture.datasets):
         raise ConfigError("no data: give task.name, dataset_name or datasets")
+    if args.eval_strategy != "no" and config.task:
+        raise ConfigError("eval_strategy: a task has no test split; use dataset_name, or 'no'")
+    if model.load_in_4bit or model.load_in_8bit:
+        raise ConfigError("load_in_4bit, load_in_8bit: quantised policies are not supported")
     if not config.task:
         resolve_rewards(script.reward_funcs or [])  # names are checked here, not in a rank
     prepared = Prepared(
@@ -235,6 +239,7 @@ def _make_trainer(prepared: Prepared, log: EventLog) -> MiniTLTTrainer:
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation or "sdpa",
         "dtype": model.dtype,
+        "trust_remote_code": bool(getattr(args, "trust_remote_code", False)),
         **(args.model_init_kwargs or {}),
     }
     if prepared.task is not None:
@@ -242,7 +247,7 @@ def _make_trainer(prepared: Prepared, log: EventLog) -> MiniTLTTrainer:
         rewards: list[Any] = list(prepared.task.reward_funcs)
         args.reward_weights = args.reward_weights or prepared.task.reward_weights
     else:
-        dataset = hub_dataset(prepared)
+        dataset = hub_dataset(prepared, prepared.script.dataset_train_split)
         rewards = list(resolve_rewards(prepared.script.reward_funcs or []))
         if prepared.script.reward_model_name_or_path:
             rewards.insert(0, prepared.script.reward_model_name_or_path)
@@ -251,6 +256,7 @@ def _make_trainer(prepared: Prepared, log: EventLog) -> MiniTLTTrainer:
         reward_funcs=[RewardTap(f) if callable(f) else f for f in rewards],
         args=args,
         train_dataset=dataset,
+        eval_dataset=eval_dataset(prepared),
         peft_config=get_peft_config(model),
         rollout=prepared.rollout,
         drafter=prepared.drafter,
@@ -259,16 +265,20 @@ def _make_trainer(prepared: Prepared, log: EventLog) -> MiniTLTTrainer:
     )
 
 
-def hub_dataset(prepared: Prepared) -> Any:
-    """The data that TRL's own fields name (dataset_name or datasets)."""
+def hub_dataset(prepared: Prepared, split: str) -> Any:
+    """A split of the data that TRL's own fields name (dataset_name or datasets)."""
     script = prepared.script
     if prepared.mixture.datasets:
-        return get_dataset(prepared.mixture)[script.dataset_train_split]
+        return get_dataset(prepared.mixture)[split]
     from datasets import load_dataset
 
-    return load_dataset(
-        script.dataset_name, name=script.dataset_config, split=script.dataset_train_split
-    )
+    return load_dataset(script.dataset_name, name=script.dataset_config, split=split)
+
+
+def eval_dataset(prepared: Prepared) -> Any:
+    if prepared.args.eval_strategy == "no":
+        return None
+    return hub_dataset(prepared, prepared.script.dataset_test_split)
 
 
 def _write_run_event(log: EventLog, prepared: Prepared, trainer: MiniTLTTrainer) -> None:
@@ -315,12 +325,11 @@ def compare_plain(trainer: MiniTLTTrainer) -> dict[str, Any]:
     """
     engine, prompts = trainer.speculation.engine, trainer.last_prompts
     keys = [row_key(trainer.args.seed, _PROOF_GENERATION, i) for i in range(len(prompts))]
-    learned, engine.on_step = engine.bandit, None
-    results = []
-    for bandit in (Bandit([Arm()]), learned):
-        engine.bandit = bandit
-        results.append(engine.generate(prompts, trainer.sampling, keys))
-    plain, speculative = results
+    engine.on_step = None
+    # An engine without drafters: none of them watches, so none can copy what it has just seen.
+    alone = RolloutEngine(engine.target, max_rows=engine.max_rows, cache_gb=engine.cache_gb)
+    plain = alone.generate(prompts, trainer.sampling, keys)
+    speculative = engine.generate(prompts, trainer.sampling, keys)
     return {
         "tok_s_plain": plain.stats.tokens_per_second,
         "tok_s_spec": speculative.stats.tokens_per_second,

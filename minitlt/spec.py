@@ -37,7 +37,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from minitlt.draft import Draft, Taps, ancestor_bits, depths
+from minitlt.draft import MAX_NODES, Draft, Taps, ancestor_bits, depths
 from minitlt.kernels import Verified, coupled_verify, sampling_thresholds
 from minitlt.target import Target
 
@@ -303,7 +303,7 @@ class Bandit:
         known = [
             median(seconds)
             for (b, name), seconds in self._seconds.items()
-            if b <= bucket and name in smaller
+            if b <= bucket and name in smaller and len(seconds) >= self.tries  # not one slow start
         ]
         return max(known, default=0.0)
 
@@ -492,7 +492,7 @@ class RolloutEngine:
         Returns the number of tokens emitted.
         """
         emitted_B = verified.num_emit_B.tolist()
-        self._count_nan(verified.num_nan_B.tolist())
+        self._count_nan(verified)
         most = max(emitted_B)
         nodes_BD = verified.nodes_BD[:, :most]
         if self.arm.width > 1:
@@ -520,16 +520,18 @@ class RolloutEngine:
         self._retire()
         return sum(emitted_B)
 
-    def _count_nan(self, num_nan_B: list[int]) -> None:
-        """NaN reads as -inf, so a few do no harm; a row of nothing else has no next token."""
-        self.stats.nan_logits += sum(num_nan_B)
-        for row, num_nan in zip(self.active, num_nan_B, strict=True):
-            if num_nan >= self.target.shape.vocab:
-                raise RuntimeError(
-                    f"the policy's logits are all NaN (row {row.index}, token {len(row.tokens)}): "
-                    "its weights have diverged; resume from an earlier checkpoint with a lower "
-                    "learning_rate or max_grad_norm"
-                )
+    def _count_nan(self, verified: Verified) -> None:
+        """NaN reads as -inf: a few do no harm, but logprob -inf means a row without any number."""
+        num_nan = int(verified.num_nan_B.sum())
+        self.stats.nan_logits += num_nan
+        lost_B = (verified.logprobs_BD == -torch.inf).any(1) if num_nan else None
+        if lost_B is not None and lost_B.any():
+            row = self.active[int(lost_B.nonzero()[0])]
+            raise RuntimeError(
+                f"the policy's logits are all NaN (row {row.index}, token {len(row.tokens)}): "
+                "its weights have diverged; resume from an earlier checkpoint with a lower "
+                "learning_rate or max_grad_norm"
+            )
 
     def _retire(self) -> None:
         """Finished rows leave; the last active row takes the freed slot."""
@@ -621,10 +623,11 @@ class RolloutEngine:
 
     def _reserve(self, rows: list[Row]) -> None:
         """Decides how many rows run at once and makes room for them."""
-        deepest = max(1 + arm.depth * arm.width for arm in self.bandit.arms)
+        trees = any(arm.width > 1 for arm in self.bandit.arms)
+        deepest = MAX_NODES if trees else 1 + max(arm.depth for arm in self.bandit.arms)
         length = max(len(r.prompt) + r.limit for r in rows) + deepest
         per_row = length * self.target.cache_bytes_per_token
-        budget = self.cache_gb * 2**30 if self.cache_gb else 0.6 * free_bytes(self.target.device)
+        budget = self.cache_gb * 2**30 if self.cache_gb else self._fair_budget()
         fitting = int(budget // per_row)
         if not fitting:
             longest = max(rows, key=lambda r: len(r.prompt) + r.limit)
@@ -642,6 +645,10 @@ class RolloutEngine:
             for name, kind in kinds.items()
         }
         self._view(0)
+
+    def _fair_budget(self) -> float:
+        """60 % of what is free; the cache of the last rollout is ours to use again."""
+        return 0.6 * (free_bytes(self.target.device) + self.target.cache.num_bytes)
 
     def _view(self, num_rows: int) -> None:
         state = self._state
@@ -703,5 +710,6 @@ def process_logits(
 def free_bytes(device: torch.device) -> int:
     """Memory that may still be taken on this device."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        pool = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + pool
     return psutil.virtual_memory().available

@@ -238,6 +238,8 @@ class SpotTrainer:
         """
         if self.mode == OFF or (now := self.clock()) < self._next_look:
             return None
+        if self.state != GENERATING:  # e.g. an evaluation: what is published is older than ours
+            return None
         self._next_look = now + LOOK_S
         self._ranks.beat()
         return self._look_for_drafter() if now >= self._next_swap else None

@@ -31,6 +31,7 @@ F = 3H tapped, G query heads per key/value head, D head dim; K key/value heads.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Iterable, Iterator
@@ -41,7 +42,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitlt.draft import Taps, ancestor_bits, depths
+from minitlt.draft import MAX_NODES, Taps, ancestor_bits, depths
 from minitlt.kernels import tree_attention
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class Target(Protocol):
     backend: str
     device: torch.device
     dtype: torch.dtype
+    cache: SlotCache
 
     def reserve(self, num_slots: int, length: int) -> None: ...
 
@@ -145,17 +147,22 @@ class SlotCache:
         self.num_slots = self.length = 0
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Room for this many rows of this many tokens; what was stored is dropped."""
+        """Room for this many rows of this many tokens; what was stored may be dropped."""
         if num_slots <= self.num_slots and length <= self.length:
             return
-        self.num_slots = max(num_slots, self.num_slots)
-        self.length = -(-max(length, self.length) // _READ_STEP) * _READ_STEP
+        self.num_slots = num_slots
+        self.length = -(-length // _READ_STEP) * _READ_STEP
         s = self.shape
         self.layers = []  # free the old block before the new one is asked for
         size = (self.num_slots, self.length, 2, s.num_kv_heads, s.head_dim)
         self.layers = [
             torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(s.num_layers)
         ]
+
+    @property
+    def num_bytes(self) -> int:
+        """What is reserved now."""
+        return self.num_slots * self.length * self.bytes_per_token
 
     @property
     def bytes_per_token(self) -> int:
@@ -335,6 +342,7 @@ class LlamaTarget:
         # little there and stay wide, which keeps a row's bits independent of its company.
         narrow = self.device.type != "cpu" or dtype == torch.float64
         self.act_dtype = dtype if narrow else torch.float32
+        self.masks_short = self.device.type == "cpu"
         self.eps = float(config.rms_norm_eps)
         self.tied = bool(config.tie_word_embeddings)
         rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
@@ -395,7 +403,8 @@ class LlamaTarget:
         Returns fp32 (fp64 stays) logits_BTV, or None, and the taps of all nodes.
         Raises ValueError when a row would leave the reserved cache.
         """
-        masked = self.device.type == "cpu"  # elsewhere a kernel reads ancestor bits instead
+        # Elsewhere a kernel reads ancestor bits; a prefill chunk is too long for those.
+        masked = self.masks_short or tokens_BT.shape[1] > MAX_NODES
         step = _plan_step(tokens_BT, lengths_B, parents_BT, first_slot, self.cache, masked)
         step.stack_queries(self.shape.num_heads // self.shape.num_kv_heads)
         num_rows, num_nodes = tokens_BT.shape
@@ -626,7 +635,10 @@ class ModuleTarget:
         self.device = torch.device(device) if device else next(model.parameters()).device
         self.dtype = dtype
         model_class: Any = type(model)
-        self.module: Any = model_class(config).to(self.device, dtype).eval()
+        # A copy of the config: the attention chosen below must not reach the trainer's model.
+        self.module: Any = model_class(copy.deepcopy(config)).to(self.device).eval()
+        for parameter in self.module.parameters():  # buffers, as rotary frequencies, stay wide
+            parameter.data = parameter.data.to(dtype)
         self.module.requires_grad_(False)
         self.module.set_attn_implementation("sdpa")
         names = inspect.signature(self.module.forward).parameters
@@ -716,6 +728,10 @@ def full_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, parameter.detach()
 
 
+def has_layer_types(config: Any) -> bool:
+    return bool(getattr(config, "layer_types", None))
+
+
 def refuse_unsupported(config: Any) -> None:
     """Raises ValueError for models whose cache cannot roll back, saying which part of it."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -723,6 +739,12 @@ def refuse_unsupported(config: Any) -> None:
         raise ValueError(
             f"{config.model_type}: layers of type {', '.join(odd)} keep a state that cannot roll "
             "back after a rejected draft; use a model with full attention in every layer"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True) and not has_layer_types(config):
+        raise ValueError(
+            f"{config.model_type}: a sliding window of {window} in every layer cannot roll back "
+            "after a rejected draft; use a model with full attention"
         )
     if getattr(config, "rope_parameters", None) is None:
         raise ValueError(

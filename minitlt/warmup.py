@@ -55,7 +55,11 @@ def run_warmup(prepared: Prepared, folder: Path, seconds: float, steps: int = 0)
         mixed="bf16" if args.bf16 else "no",
         seed=args.seed,
     )
-    rows = prepared.task.rows if prepared.task else hub_dataset(prepared)
+    rows = (
+        prepared.task.rows
+        if prepared.task
+        else hub_dataset(prepared, prepared.script.dataset_train_split)
+    )
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     params = sampling_params({
         "max_new_tokens": args.max_completion_length,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from models import random_prompts, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from minitlt.draft import Draft
 from minitlt.kernels import row_key
 from minitlt.models import DEFAULT_MODEL, resolve_model
 from minitlt.spec import Arm, Bandit, RolloutEngine, SamplingParams, SpecStats
@@ -383,7 +384,7 @@ def test_bandit_tries_again_after_the_drafter_has_changed():
     useless = dict.fromkeys(ACCEPT, 1)
     bandit = Bandit(ARMS, epsilon=0.0, seed=1)
     play(bandit, 8, 30, useless, step_seconds)
-    assert play(bandit, 1, 60, useless, step_seconds).count("eagle-4") == 0
+    assert play(bandit, 1, 60, useless, step_seconds).count("eagle-4") <= 4
     bandit.renew("eagle")
     assert play(bandit, 1, 60, ACCEPT, step_seconds).count("eagle-4") > 50
 
@@ -402,3 +403,39 @@ def test_accept_statistics_by_hand():
 def test_bad_sampling_options_are_named(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         SamplingParams(**bad)
+
+
+def test_the_cache_of_the_last_rollout_is_not_counted_as_taken():
+    """Otherwise every rollout would get fewer slots than the one before."""
+    engine = RolloutEngine(target())
+    prompts = random_prompts([4] * 3)
+    engine.generate(prompts, SamplingParams(max_new_tokens=4), keys(3))
+    assert engine._fair_budget() >= 0.6 * target().cache.num_bytes > 0
+
+
+def test_a_tree_larger_than_depth_times_width_has_its_room():
+    """A drafter may fill its node budget: 16 nodes behind a row that ends just below 128."""
+
+    class Bushy(ScriptedDrafter):
+        def propose(self, slots, roots_B, keys_B, positions_B, temperatures_B, depth, width):
+            rows = len(slots)
+            tokens = torch.cat([roots_B[:, None], torch.full((rows, 16), 7)], 1)
+            parents = torch.tensor([[-1] + [0] * 16] * rows)
+            return Draft(tokens, parents)
+
+    prompts = random_prompts([100])
+    params = SamplingParams(max_new_tokens=27)
+    plain = run(params, prompts)
+    got = run(params, prompts, "scripted-2x4", [Bushy({}, oracle)])
+    assert got.completion_ids == plain.completion_ids
+
+
+def test_one_slow_start_does_not_switch_speculation_off():
+    bandit = Bandit(ARMS, epsilon=0.0)
+
+    def seconds(arm, active, first=[True]):  # noqa: B006 (the first call of all is the slow one)
+        slow = arm.name == "ngram-2" and first and first.pop()
+        return 0.5 if slow else 0.05
+
+    play(bandit, 64, 30, ACCEPT, seconds)
+    assert play(bandit, 64, 50, ACCEPT, seconds).count("eagle-4") > 40

@@ -159,6 +159,8 @@ def test_models_that_cannot_roll_back_are_refused():
     sliding = tiny_model("mistral").config
     sliding.sliding_window = 16
     assert not LlamaTarget.supports(sliding)
+    with pytest.raises(ValueError, match="sliding window of 16"):
+        refuse_unsupported(sliding)
 
 
 def test_taps_are_eagle3s_and_clamped_for_shallow_models():
@@ -178,3 +180,33 @@ def test_slot_cache_states_its_size():
 def test_backends_are_chosen_by_what_is_exact():
     assert isinstance(make_target(tiny_model("qwen3")), LlamaTarget)
     assert isinstance(make_target(tiny_model(hidden_act="gelu")), ModuleTarget)
+
+
+def test_the_trainers_own_model_is_left_as_it_was():
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    make_target(model, backend="module")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_rotary_frequencies_stay_wide_in_a_bf16_module():
+    target = make_target(tiny_model(), dtype=torch.bfloat16, backend="module")
+    assert target.module.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert next(target.module.parameters()).dtype == torch.bfloat16
+
+
+def test_a_long_chunk_equals_short_ones_where_a_kernel_reads_ancestor_bits():
+    """The path of a GPU, on a CPU: chunks longer than a tree's 64 nodes use the mask."""
+    model = tiny_model()
+    prompt = torch.tensor(random_prompts([100]))
+    want = make_target(model)
+    want.reserve(1, 128)
+    logits, _ = want.forward(prompt, torch.tensor([0]))
+    target = make_target(model)
+    target.reserve(1, 128)
+    target.masks_short = False
+    got, _ = target.forward(prompt, torch.tensor([0]))
+    torch.testing.assert_close(got, logits, atol=1e-4, rtol=0)
+    target.forward(prompt[:, :90], torch.tensor([0]))
+    tail, _ = target.forward(prompt[:, 90:], torch.tensor([90]))
+    torch.testing.assert_close(tail[0], logits[0, 90:], atol=1e-4, rtol=0)
