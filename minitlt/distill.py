@@ -195,9 +195,9 @@ class ReplayBuffer:
 def _expected_counts(rows: list[Row], head_WH: Tensor) -> Tensor:
     total = sum(row.num_tokens - row.prompt_len for row in rows)
     stride = -(-total // _MOST_LAWS)
-    hidden = torch.cat([row.hidden_NH[row.prompt_len - 1 :: stride] for row in rows])
+    hidden = torch.cat([row.hidden_NH[row.prompt_len - 1 :: stride].to(head_WH) for row in rows])
     mass_W = torch.zeros(len(head_WH), dtype=torch.float64, device=head_WH.device)
-    for chunk_NH in hidden.to(head_WH).split(64):
+    for chunk_NH in hidden.split(64):
         mass_W += (chunk_NH @ head_WH.T).float().softmax(-1).sum(0)
     return (mass_W * (_COUNT * total / len(hidden))).round().long().cpu()
 
@@ -220,7 +220,9 @@ def make_pack(
     step_S1 = torch.arange(num_steps)[:, None]
     for w in windows:
         row, last = w.row, w.row.num_tokens - 1
-        features.append(row.features_NF[w.context : w.stop])
+        features.append(
+            row.features_NF[w.context : w.stop].to(device)
+        )  # resumed rows are on the CPU
         tokens.append(row.tokens_L[w.context + 1 : w.stop + 1])
         positions.append(torch.arange(w.context, w.stop))
         queries.append(torch.arange(w.start, w.stop) - w.context + num_pairs)
@@ -231,7 +233,7 @@ def make_pack(
         stop = min(w.stop + num_steps, last)
         taught_SM = (token_SM >= first) & (token_SM < stop)
         teachers.append(torch.where(taught_SM, token_SM - first + num_teachers, -1))
-        hidden.append(row.hidden_NH[first:stop])
+        hidden.append(row.hidden_NH[first:stop].to(device))
         num_pairs += w.stop - w.context
         num_teachers += stop - first
     pack = Pack(

@@ -88,7 +88,7 @@ def _weigh(
     num_nan: Tensor | int = 0
     torch.div(raw_nV.float(), torch.tensor(divisors, dtype=torch.float32)[:, None], out=x_nV)
     if limit_n1 is not None:
-        x_nV.masked_fill_(raw_nV < limit_n1, -INF)
+        x_nV.masked_fill_(raw_nV.float() < limit_n1, -INF)  # limits are fp32
     top_n1 = x_nV.amax(-1, keepdim=True)
     if not all(map(math.isfinite, top_n1.flatten().tolist())):  # NaN, +inf or a row of -inf
         num_nan = raw_nV.isnan().sum(-1)

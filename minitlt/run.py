@@ -361,7 +361,7 @@ class StateCallback(TrainerCallback):
         self.trainer.accelerator.wait_for_everyone()
         if self.trainer.accelerator.is_main_process:
             seal(folder)
-            kept = {state.best_model_checkpoint} - {None}
+            kept = {state.best_model_checkpoint, str(folder)} - {None}  # the newest always stays
             for path in checkpoints(folder.parent):
                 if len(kept) < (self.limit or len(kept) + 1) and is_whole(path):
                     kept.add(str(path))

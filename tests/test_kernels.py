@@ -445,9 +445,22 @@ def test_ratio_test_draws_the_target_law_and_shared_noise_would_not(block: bool)
         counts = torch.bincount(out.tokens_BD[:, 0], minlength=4)
         stat = chi_square(counts, (p[0, 0].double() / 0.8).softmax(-1))
         assert (stat < chi_square_limit(4)) is good, (stream, stat)
-    one_hot_drafts = K.rejection_verify(p, None, *rest, block=block)
-    counts = torch.bincount(one_hot_drafts.tokens_BD[:, 0], minlength=4)
-    assert counts.sum() == num
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_ratio_test_of_chosen_drafts_draws_the_target_law(block: bool):
+    """Drafts that were chosen, not drawn: q is one-hot, so a draft d is accepted with p(d)."""
+    num = 20_000
+    p, q, _, *rest = ratio_inputs(num, 4, 2)
+    law = (p[0, 0].double() / 0.8).softmax(-1)
+    chosen = q.argmax(-1)
+    out = K.rejection_verify(p, None, chosen, *rest, block=block)
+    counts = torch.bincount(out.tokens_BD[:, 0], minlength=4)
+    assert chi_square(counts, law) < chi_square_limit(4)
+    accepted = (out.tokens_BD[:, 0] == chosen[:, 0]) & (out.num_emit_B > 1)
+    want = law[chosen[0, 0]].item()
+    error = (want * (1 - want) / num) ** 0.5
+    assert abs(accepted.double().mean().item() - want) < 5 * error
 
 
 def test_ratio_test_self_draft_short_rows_greedy_and_cuts():
