@@ -10,7 +10,8 @@
 # and the arithmetic units wait. If several tokens go through in one pass, the same fetch serves
 # them all. That spare arithmetic is what this whole course spends.
 #
-# You need to know PyTorch and what a key/value cache is. Everything below runs on one thread.
+# You need to know PyTorch and what a key/value cache is. Everything below runs on one thread. Where
+# this course says *pass*, the library says *verify step*: one forward of the target.
 
 # %%
 import sys
@@ -112,7 +113,7 @@ for num_rows in (1, 4, 16):
 #
 # ## Why it is allowed to read tokens that may be wrong
 #
-# To read ahead we must guess the tokens. If a guess is wrong, the cache holds keys and values
+# To read ahead the tokens must be drafted. If a draft is wrong, the cache holds keys and values
 # that should not be there. Here nothing needs to be cleaned up. The *caller* owns the length of
 # each row; entries behind it are masked, and the next pass writes over them. Rolling back is
 # moving a cursor:
@@ -120,7 +121,7 @@ for num_rows in (1, 4, 16):
 # %%
 text = torch.tensor([[5, 6, 7, 8]])
 clean, _ = target.forward(text, torch.tensor([0]))
-target.forward(torch.tensor([[5, 99, 98, 97]]), torch.tensor([0]))  # three wrong guesses behind 5
+target.forward(torch.tensor([[5, 99, 98, 97]]), torch.tensor([0]))  # three wrong drafts behind 5
 again, _ = target.forward(text[:, 1:], torch.tensor([1]))  # the cursor goes back to length 1
 print("same logits, bit for bit:", torch.equal(clean[:, 1:], again))
 

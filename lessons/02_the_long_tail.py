@@ -141,4 +141,4 @@ solved = judge(check, idle_share)
 # **If it went wrong.** A rank's time is a sum over passes. In pass number k (from 0) the rows
 # with more than k tokens are active.
 #
-# **Next.** Lesson 3 makes reading ahead *exact*: a wrong guess must never change the text.
+# **Next.** Lesson 3 makes reading ahead *exact*: a wrong draft must never change the text.

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 3. Exact speculation
 #
-# **Question.** How can guessing ahead make a model faster and change nothing of what it says?
+# **Question.** How can drafting ahead make a model faster and change nothing of what it says?
 #
 # **The idea.** Let the target draw *its own* token at every position, with noise that belongs to
 # the position and not to the attempt:
@@ -63,7 +63,7 @@ print("softmax  ", [f"{x:.3f}" for x in p])
 print("the race ", [f"{x:.3f}" for x in samples.bincount(minlength=6) / NUM])
 
 # %% [markdown]
-# ## Two ways to check a guess
+# ## Two ways to check a draft
 #
 # **Coupled.** The drafter proposes with the *same* noise, d = argmax(its logits + g). When its
 # law is close to the target's, the same token tends to win both races. The target's sample is
@@ -71,10 +71,10 @@ print("the race ", [f"{x:.3f}" for x in samples.bincount(minlength=6) / NUM])
 #
 # **Classic.** The drafter draws d from its law q with noise of its own. Accept with probability
 # min(1, p(d) / q(d)); after a rejection draw from max(p - q, 0), normalised. The law comes out as
-# p as well, and no rule can accept more often: a guess is accepted with probability
+# p as well, and no rule can accept more often: a draft is accepted with probability
 # sum_v min(p(v), q(v)).
 #
-# **A trap.** Keep the coupled sample only when the guess was right and draw again otherwise. That
+# **A trap.** Keep the coupled sample only when the draft was right and draw again otherwise. That
 # looks harmless and is biased: tokens that the drafter likes are kept more often.
 
 
@@ -101,11 +101,11 @@ laws = {
     "classic": (classic.tokens_BD[:, 0].bincount(minlength=6) / NUM, GREEN),
 }
 right = coupled.tokens_BD[:, 0][coupled.num_emit_B == 2]
-laws["trap: right guesses only"] = (right.bincount(minlength=6) / len(right), ORANGE)
+laws["trap: right drafts only"] = (right.bincount(minlength=6) / len(right), ORANGE)
 
 
 # %% [markdown]
-# And how often are guesses accepted? We make a drafter worse and worse by adding random errors to
+# And how often are drafts accepted? We make a drafter worse and worse by adding random errors to
 # the target's logits (vocabulary 200), and count.
 
 
@@ -114,16 +114,16 @@ def acceptance(error: float) -> tuple[float, float, float, float]:
     """(best possible, classic, coupled, drafter and target draw independently)."""
     generator = torch.Generator().manual_seed(0)
     truth = 2 * torch.randn(NUM // 10, 200, generator=generator)
-    guess = truth + error * torch.randn(truth.shape, generator=generator)
+    blurred = truth + error * torch.randn(truth.shape, generator=generator)
     n = len(truth)
     k, at, t = keys[:n], positions[:n], ones[:n]
-    law_p, law_q = truth.softmax(1), guess.softmax(1)
-    shared = gumbel_topk(guess, k, at, t, 1).tokens_Nk
-    own = gumbel_topk(guess, stream_keys(k, "draft"), at, t, 1).tokens_Nk
+    law_p, law_q = truth.softmax(1), blurred.softmax(1)
+    shared = gumbel_topk(blurred, k, at, t, 1).tokens_Nk
+    own = gumbel_topk(blurred, stream_keys(k, "draft"), at, t, 1).tokens_Nk
     logits = truth[:, None].expand(-1, 2, -1)
     tokens = torch.cat([root[:n], shared], 1)
     by_match = coupled_verify(logits, k, at, t, tokens, chain[:n]).num_emit_B == 2
-    by_ratio = rejection_verify(logits, guess[:, None], own, k, at, t).num_emit_B == 2
+    by_ratio = rejection_verify(logits, blurred[:, None], own, k, at, t).num_emit_B == 2
     best = torch.minimum(law_p, law_q).sum(1)
     alone = (law_p * law_q).sum(1)
     return tuple(x.float().mean().item() for x in (best, by_ratio, by_match, alone))
@@ -146,7 +146,7 @@ for name, line, colour in (
     ("independent draws", alone, GREY),
 ):
     middle.plot(errors, line, "o-", color=colour, markersize=4, label=name)
-middle.set(xlabel="error of the drafter's logits", ylabel="guesses accepted", ylim=(0, 1.03))
+middle.set(xlabel="error of the drafter's logits", ylabel="drafts accepted", ylim=(0, 1.03))
 middle.legend(fontsize=8.5)
 middle.set_title("Coupling accepts nearly as often as possible")
 show(figure, "03_rules")
@@ -200,7 +200,7 @@ for drafter in (NgramDrafter(), Oracle.of(plain, prompts, row_keys, skill=0.6)):
 # %% [markdown]
 # ## Exercise: verify a chain
 #
-# The target has scored a chain of K guesses: row i of `logits_TV` (T = K + 1) follows i of them,
+# The target has scored a chain of K drafts: row i of `logits_TV` (T = K + 1) follows i of them,
 # and decides the token at `position + i`. Return the tokens that are written. Use `gumbel_noise`.
 # At temperature 0 there is no noise. You write between 1 and K + 1 tokens.
 
@@ -230,14 +230,14 @@ def check(answer) -> None:
         got = answer(logits[0], drafts, int(key), case, temperature)
         assert got == written, f"drafts {drafts} at T = {temperature}: {got} instead of {written}"
         lengths.add((num, len(written)))
-    assert len(lengths) > 10, "the cases should differ in how many guesses are accepted"
+    assert len(lengths) > 10, "the cases should differ in how many drafts are accepted"
 
 
 solved = judge(check, verify_chain)
 
 # %% [markdown]
-# **If it went wrong.** The last token written is never a guess: it is either the target's
+# **If it went wrong.** The last token written is never a draft: it is either the target's
 # correction of a wrong one, or its own token behind a chain that was right throughout. Row i uses
 # the noise of `position + i`. `gumbel_noise` wants tensors of keys and positions.
 #
-# **Next.** Lesson 4: how many tokens should one guess?
+# **Next.** Lesson 4: how many tokens should one draft?

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 4. How deep to draft
 #
-# **Question.** How many tokens should one guess before asking the target?
+# **Question.** How many tokens should one draft before asking the target?
 #
-# **The idea.** A deeper draft can win more tokens per pass, but every further guess is less
-# likely to count: it is worth something only if all guesses before it were right. And it is not
+# **The idea.** A deeper draft can win more tokens per pass, but every further draft is less
+# likely to count: it is worth something only if all drafts before it were right. And it is not
 # free, neither for the drafter nor for the target. So there is a best depth. It depends on the
 # drafter's skill, on the machine, and on how many rows are active. Sometimes the best depth is 0.
 
@@ -25,7 +25,7 @@ from minitlt.target import make_target
 # %% [markdown]
 # ## How many tokens a pass yields
 #
-# Suppose each guess is right with probability a, whatever came before. A pass with K guesses
+# Suppose each drafted token is right with probability a, whatever came before. A pass with K drafts
 # writes the right ones at the front plus one token of the target's own:
 #
 #     1 + a + a^2 + ... + a^K
@@ -66,9 +66,9 @@ def expected(skill: float, depth: int) -> float:
 # ## What a pass costs
 #
 # Now the other side. We time a model that is larger than the processor's cache (as in lesson 1)
-# on passes with 0 to 8 guesses per row, with one active row and with eight. A guess itself costs
+# on passes with 0 to 8 drafts per row, with one active row and with eight. A draft itself costs
 # the drafter something too. A drafter has one layer where this target has six, so we charge a
-# sixth of a one-token pass per guess.
+# sixth of a one-token pass per draft.
 
 # %%
 sizes = {
@@ -105,7 +105,7 @@ for skill, colour in zip(skills, (AMBER, GREEN, BLUE), strict=True):
     left.plot(range(9), line, color=colour)
     left.plot(depths, seen[skill], "o", color=colour, markersize=5)
     left.annotate(f"skill {skill}", (8, line[-1]), (6, 0), "data", "offset points", va="center")
-left.set(xlabel="guesses per pass", ylabel="tokens per pass", xlim=(0, 10.5))
+left.set(xlabel="drafts per pass", ylabel="tokens per pass", xlim=(0, 10.5))
 left.set_title("Accept length: formula (lines) and engine (dots)")
 for rows, style in ((1, "-"), (8, "--")):
     for skill, colour in ((0.7, GREEN), (0.9, BLUE)):
@@ -116,7 +116,7 @@ for rows, style in ((1, "-"), (8, "--")):
         name = f"{rows} row{'s' * (rows > 1)}, {skill}"
         right.annotate(name, (8, line[-1]), (6, 0), "data", "offset points", va="center")
 right.plot([0, 8], [1, 1], color=INK, linewidth=0.8)
-right.set(xlabel="guesses per pass", ylabel="speed-up over plain decoding", xlim=(0, 10.5))
+right.set(xlabel="drafts per pass", ylabel="speed-up over plain decoding", xlim=(0, 10.5))
 right.set_xticks([0, 2, 4, 6, 8])
 right.set_title("What it is worth on this machine (dots: best)")
 show(figure, "04_depth")
@@ -151,13 +151,13 @@ for name, used in sorted(rollout.stats.arms.items()):
 # %% [markdown]
 # ## Exercise: choose the depth
 #
-# `pass_seconds[k]` is the time of a pass with k guesses per row (k = 0: plain decoding), and a
-# guess costs the drafter `guess_seconds`. Every guess is right with probability `skill`. Return
+# `pass_seconds[k]` is the time of a pass with k drafts per row (k = 0: plain decoding), and a
+# draft costs the drafter `draft_seconds`. Every draft is right with probability `skill`. Return
 # the depth with the most tokens per second; among equals the smallest.
 
 
 # %% exercise
-def best_depth(skill: float, pass_seconds: list[float], guess_seconds: float) -> int:
+def best_depth(skill: float, pass_seconds: list[float], draft_seconds: float) -> int:
     raise NotImplementedError
 
 
@@ -167,24 +167,24 @@ def check(answer) -> None:
     cases = [
         ((0.8, flat, 0.0), 8),  # extra tokens are free: as deep as possible
         ((0.8, steep, 0.0), 0),  # a pass grows faster than its yield: do not draft
-        ((0.0, flat, 0.0), 0),  # useless guesses; 0 is the smallest of equals
+        ((0.0, flat, 0.0), 0),  # useless drafts; 0 is the smallest of equals
         ((0.9, flat, 0.2), 7),  # in between
-        ((1.0, steep, 0.0), 0),  # right guesses that cost as much as plain tokens
+        ((1.0, steep, 0.0), 0),  # right drafts that cost as much as plain tokens
     ]
-    for (skill, passes, guess), wanted in cases:
-        got = answer(skill, passes, guess)
+    for (skill, passes, draft), wanted in cases:
+        got = answer(skill, passes, draft)
         assert got == wanted, (
-            f"skill {skill}, guess {guess} s, passes {passes}: {got}, not {wanted}"
+            f"skill {skill}, draft {draft} s, passes {passes}: {got}, not {wanted}"
         )
     coin = random.Random(0)
     for _ in range(50):
-        skill, guess = coin.random(), 0.3 * coin.random()
+        skill, draft = coin.random(), 0.3 * coin.random()
         passes = sorted(1 + coin.random() for _ in range(6))
 
-        def rate(k: int, skill=skill, guess=guess, passes=passes) -> float:
-            return sum(skill**i for i in range(k + 1)) / (passes[k] + k * guess)
+        def rate(k: int, skill=skill, draft=draft, passes=passes) -> float:
+            return sum(skill**i for i in range(k + 1)) / (passes[k] + k * draft)
 
-        got, wanted = answer(skill, passes, guess), max(range(6), key=rate)
+        got, wanted = answer(skill, passes, draft), max(range(6), key=rate)
         assert got == wanted, f"skill {skill:.2f}: {got}, not {wanted}"
 
 

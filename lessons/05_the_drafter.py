@@ -6,10 +6,10 @@
 # **The idea.** The target computes hidden states at every position, and they say most of what
 # will come next. EAGLE-3 (arXiv 2503.01840) reads three of them (a low, a middle and a high
 # layer), fuses them into one *feature*, and puts a single decoder layer on top. That layer's
-# output is a guess of the next token and also the feature of the next step, so the drafter can
+# output drafts the next token and is also the feature of the next step, so the drafter can
 # run on by itself.
 #
-#     pair t = (token x_{t+1}, feature of position t)   ->   guess of x_{t+2}
+#     pair t = (token x_{t+1}, feature of position t)   ->   draft of x_{t+2}
 #
 # The rollout has computed these hidden states anyway. Kept in a buffer, they are training data
 # that costs no further pass of the target.
@@ -92,7 +92,7 @@ NUM_STEPS = 120
 
 
 def train(drafter: Eagle3Drafter, ttt_steps: int = 3) -> list[float]:
-    """Acceptance (the best possible) of the first guess, per train step."""
+    """Acceptance (the best possible) of the first draft, per train step."""
     config = DrafterConfig(**{**vars(settings), "ttt_steps": ttt_steps})
     trainer = DrafterTrainer(drafter, buffer, config)
     return [trainer.train_step()["acceptance"][0] for _ in range(NUM_STEPS)]
@@ -106,7 +106,7 @@ students = {
 curves = {name: train(drafter, steps) for name, (drafter, steps, _) in students.items()}
 
 # %% [markdown]
-# The examination is a rollout with new prompts and new keys, with 4 guesses per pass.
+# The examination is a rollout with new prompts and new keys, with 4 drafts per pass.
 
 # %%
 plain = roll(Eagle3Proposer(new_drafter(), settings), depth=0, generation=1)
@@ -126,18 +126,18 @@ for name, (_, _, colour) in students.items():
     places = range(1, 5)
     right.plot(places, exams[name].stats.accept_by_position, "o-", color=colour, label=name)
 left.set(xlabel="train step", ylabel="acceptance", ylim=(0, 1))
-left.set_title("The first guess, in training (mean of 8 steps)")
-right.set(xlabel="guess", ylabel="share accepted this deep", ylim=(0, 1))
+left.set_title("The first draft, in training (mean of 8 steps)")
+right.set(xlabel="draft", ylabel="share accepted this deep", ylim=(0, 1))
 right.set_xticks(range(1, 5))
 right.legend(fontsize=8.5)
-right.set_title("In a rollout: how far the guesses carry")
+right.set_title("In a rollout: how far the drafts carry")
 show(figure, "05_drafter")
 
 # %% [markdown]
 # **What the figure says.** Left: with the target's features the drafter soon overtakes the one
 # that sees only tokens, and the one-step drafter is best of all. Right: with the same features,
 # unrolled training carries further. A drafter that never saw its own states in training does well
-# with the first guess and loses the thread with the later ones.
+# with the first draft and loses the thread with the later ones.
 #
 # A drafter of this size can follow the policy: when the policy moves by one optimizer step, the
 # drafter is a few train steps behind, not a whole training. That is why it can be trained in idle

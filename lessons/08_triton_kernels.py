@@ -110,7 +110,7 @@ random_logits = 3 * torch.randn(B, K + 1, V, generator=generator)
 keys = torch.tensor([row_key(0, 0, row) for row in range(B)])
 positions, heat = torch.tensor([10, 20, 30]), torch.tensor([1.0, 0.7, 0.0])
 drafts = torch.zeros(B, K + 1, dtype=torch.int64)
-for i in range(K):  # row 0 guesses right, the others guess token 0
+for i in range(K):  # row 0 drafts what is right, the others token 0
     drafts[:1, i + 1] = gumbel_topk(
         random_logits[:1, i], keys[:1], positions[:1] + i, heat[:1], 1
     ).tokens_Nk[0, 0]

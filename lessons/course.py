@@ -107,7 +107,7 @@ class Oracle:
     """A drafter that has seen the answers, and misquotes them at will; for experiments only.
 
     It knows the completions that plain decoding gives (`answers`: row key -> (prompt length,
-    tokens)), and each of its guesses is right with probability `skill`.
+    tokens)), and each of its drafts is right with probability `skill`.
     """
 
     name = "oracle"

@@ -61,7 +61,7 @@ STYLE: dict[str, Any] = {
     "ytick.major.size": 0,
     "legend.frameon": False,
     "svg.fonttype": "none",
-    "text.parse_math": False,  # names of runs and strategies may hold a dollar
+    "text.parse_math": False,  # names of runs and arms may hold a dollar
 }
 
 
@@ -174,22 +174,16 @@ def integer_ticks(axis: Any) -> None:
     axis.set_major_locator(MaxNLocator(integer=True, nbins=8))
 
 
+_ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0),
+                          "handletextpad": 0.4, "columnspacing": 1.1, "borderpad": 0.2}  # fmt: skip
+
+
 def key(ax: Any, meanings: dict[str, str]) -> None:
     """Write text -> meaning pairs as a row of coloured squares above the axes."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour(meaning), label=text) for text, meaning in meanings.items()]
-    ax.legend(
-        handles=patches,
-        loc="lower left",
-        bbox_to_anchor=(-0.01, 1.0),
-        ncols=len(patches),
-        handlelength=0.8,
-        handleheight=0.8,
-        handletextpad=0.4,
-        columnspacing=1.1,
-        borderpad=0.2,
-    )
+    ax.legend(handles=patches, ncols=len(patches), handlelength=0.8, handleheight=0.8, **_ABOVE)
 
 
 def run_key(ax: Any, runs: Sequence[Run]) -> None:
@@ -205,18 +199,18 @@ def run_key(ax: Any, runs: Sequence[Run]) -> None:
     ]
     columns = max(1, 48 // (max(len(run.name) for run in runs) + 5))
     lift = ScaledTranslation(0, 17 / 72, ax.figure.dpi_scale_trans)  # over the title
-    ax.legend(
-        handles=lines,
-        loc="lower left",
-        bbox_to_anchor=(-0.01, 1.0),
-        ncols=columns,
-        bbox_transform=ax.transAxes + lift,
-        handlelength=1.0,
-        handletextpad=0.4,
-        columnspacing=1.1,
-        borderpad=0.2,
-        labelcolor="linecolor",
-    )
+    own = {"handlelength": 1.0, "labelcolor": "linecolor", "bbox_transform": ax.transAxes + lift}
+    ax.legend(handles=lines, ncols=columns, **own, **_ABOVE)
+
+
+def mark(
+    ax: Any, text: str, at: tuple[float, float], shift: tuple[float, float] = (0, 0),
+    x: str = "data", y: str = "data", **style: Any,
+) -> None:  # fmt: skip
+    """Write at a point, shifted by points of text size; x, y: "data", or "axes" for 0 to 1."""
+    frame = tuple({"data": "data", "axes": "axes fraction"}[way] for way in (x, y))
+    style = {"annotation_clip": False} | style
+    ax.annotate(text, at, shift, xycoords=frame, textcoords="offset points", **style)
 
 
 def end_labels(ax: Any, labels: Sequence[tuple[float, float, str, str]]) -> None:
@@ -226,15 +220,7 @@ def end_labels(ax: Any, labels: Sequence[tuple[float, float, str, str]]) -> None
     below = low - gap
     for x, y, text, tint in sorted(labels, key=lambda label: label[1]):
         below = max(y, below + gap)
-        ax.annotate(
-            text,
-            (x, below),
-            xytext=(7, 0),
-            textcoords="offset points",
-            va="center",
-            color=tint,
-            annotation_clip=False,
-        )
+        mark(ax, text, (x, below), (7, 0), va="center", color=tint)
 
 
 def draw_lines(

@@ -9,20 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="GRPO on TRL with lossless speculative rollouts and a drafter trained in idle time.",
-)
+Config = Annotated[Path | None, typer.Option(help="A YAML file instead of a recipe.")]
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -31,44 +24,47 @@ def _fail(message: object, code: int = 2) -> None:
     raise typer.Exit(code)
 
 
-def _one_line_errors(command: Callable[..., Any]) -> Callable[..., Any]:
+class _OneLineErrors(TyperGroup):
     """ValueErrors become one line and exit code 2; a failed run becomes one line and code 1."""
 
-    @wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         from minitlt.launch import RunFailed
 
         try:
-            return command(*args, **kwargs)
+            return super().invoke(ctx)
         except RunFailed as error:
             _fail(error, 1)
         except ValueError as error:
             _fail(error)
 
-    return wrapped
+
+app = typer.Typer(
+    cls=_OneLineErrors,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="GRPO on TRL with lossless speculative rollouts and a drafter trained in idle time. "
+    "Begin with: minitlt train",
+)
 
 
 @app.command(context_settings=_PASS_ON)
-@_one_line_errors
 def train(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Option(help="A YAML file instead of a recipe.")] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Run folder; default runs/NAME-TIME.")
-    ] = None,
+    config: Config = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Default: runs/NAME-TIME.")] = None,
     nproc: Annotated[int, typer.Option(help="Ranks; 0 = as the recipe says.")] = 0,
-    accelerate_config: Annotated[
-        str, typer.Option(help="Launch through accelerate: fsdp2, zero2, zero3, .. or a file.")
-    ] = "",
+    accelerate_config: Annotated[str, typer.Option(help="fsdp2, zero2, zero3 or a file.")] = "",
     dry_run: Annotated[bool, typer.Option(help="Check everything, print it, run nothing.")] = False,
     smoke: Annotated[bool, typer.Option(help="Two steps of tiny sizes, to try the path.")] = False,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run folder.")] = None,
 ) -> None:
-    """Train with GRPO: minitlt train [RECIPE] [--any_field_of_TRLs_or_ours VALUE ..].
+    """Train with GRPO.
 
-    The first word may name a recipe (see `minitlt recipes`). Under torchrun or accelerate launch
-    it runs in place. Ctrl-C, or a file named `stop` in the run folder, ends it after the current
-    step with a checkpoint.
+    minitlt train [RECIPE] [--any_field_of_TRLs_or_ours VALUE ..]: the first word may name a recipe
+    (see `minitlt recipes`). Under torchrun or accelerate launch it runs in place. Ctrl-C, or a file
+    named `stop` in the run folder, ends it after the current step with a checkpoint.
 
     Examples:
 
@@ -80,7 +76,7 @@ def train(
 
         minitlt train 02_one_gpu_gsm8k --smoke
 
-        minitlt train 05_fsdp2_7b --nproc 8 --accelerate-config fsdp2
+        minitlt train 05_eight_gpus_math_7b_fsdp2 --accelerate-config zero3 --dry-run
 
         minitlt train --resume runs/01_smollm2_cpu-20260101-120000
     """
@@ -175,14 +171,8 @@ def _train_parent(
     command += ["--resume", str(run_dir)] if resume else ["--config", str(run_dir / "config.yaml")]
     print(f"run folder: {run_dir}")
     try:
-        launch(
-            command,
-            run_dir,
-            settings.nproc,
-            prepared.args.max_steps,
-            on_cpu=bool(prepared.args.use_cpu),
-            agent=bool(launcher),
-        )
+        on_cpu, steps = bool(prepared.args.use_cpu), prepared.args.max_steps
+        launch(command, run_dir, settings.nproc, steps, on_cpu=on_cpu, agent=bool(launcher))
     except KeyboardInterrupt:
         print(f"\nstopped; go on with: minitlt train --resume {run_dir}", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -231,14 +221,13 @@ def _quiet() -> None:
 
 
 @app.command()
-@_one_line_errors
 def report(
     runs: Annotated[list[Path], typer.Argument(help="One run folder, or several to compare.")],
-    out: Annotated[
-        Path | None, typer.Option(help="The HTML file; default RUN/report.html.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Default: RUN/report.html.")] = None,
 ) -> None:
-    """Draw a run's report again, or one page that compares several runs.
+    """Draw a run's report, or compare runs.
+
+    One page, and each picture as PNG beside it.
 
     Example:
 
@@ -252,7 +241,7 @@ def report(
 
 @app.command()
 def recipes() -> None:
-    """List the recipes that come with the package.
+    """List the recipes of the package.
 
     Example:
 
@@ -266,7 +255,6 @@ def recipes() -> None:
 
 
 @app.command()
-@_one_line_errors
 def copy(
     recipe: Annotated[str, typer.Argument(help="Its name, or the beginning of it.")],
     dest: Annotated[Path, typer.Argument(help="A new file, or a folder.")],
@@ -290,7 +278,6 @@ def copy(
 
 
 @app.command()
-@_one_line_errors
 def generate(
     model: Annotated[str, typer.Option(help="Folder, Hub id, or smollm2-135m.")] = "smollm2-135m",
     drafter: Annotated[str, typer.Option(help="Run folder, drafter folder or Hub id.")] = "",
@@ -305,17 +292,16 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     min_new_tokens: Annotated[int, typer.Option(help="No end before so many tokens.")] = 0,
     seed: Annotated[int, typer.Option(help="With the row's index, all of its randomness.")] = 0,
-    arms: Annotated[
-        str, typer.Option(help="Ways to draft, e.g. off,eagle-3; default: the bandit's choice.")
-    ] = "",
+    arms: Annotated[str, typer.Option(help="Ways to draft, e.g. off,eagle-3.")] = "",
     dtype: Annotated[str, typer.Option(help="auto (bf16 on a GPU), fp32, bf16.")] = "auto",
     max_rows: Annotated[int, typer.Option(help="Rows decoded at once; 0 = all that fit.")] = 0,
     raw: Annotated[bool, typer.Option(help="Text goes in as it is, without template.")] = False,
 ) -> None:
-    """Generate with a model, with or without a drafter: the same tokens, at another speed.
+    """Generate with a model and a drafter.
 
-    Finished rows go to --out as they finish, with their index; a killed call is taken up by the
-    same command. Speed and accept length go to stderr.
+    With or without a drafter: the same tokens, at another speed. Finished rows go to --out as they
+    finish, with their index; a killed call is taken up by the same command. Speed and accept length
+    go to stderr.
 
     Examples:
 
@@ -346,17 +332,17 @@ def generate(
 
 
 @app.command(context_settings=_PASS_ON)
-@_one_line_errors
 def warmup(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Option(help="A YAML file instead of a recipe.")] = None,
+    config: Config = None,
     out: Annotated[Path, typer.Option(help="Folder for the drafter.")] = Path("drafter"),
     seconds: Annotated[float, typer.Option(help="How long.")] = 300.0,
     steps: Annotated[int, typer.Option(help="Train steps at most; 0 = no limit.")] = 0,
 ) -> None:
-    """Train a drafter before RL: minitlt warmup [RECIPE] [--any_field VALUE ..].
+    """Train a drafter before RL.
 
-    Model, prompts, sampling and drafter are the recipe's. Saved after every round; Ctrl-C ends it.
+    minitlt warmup [RECIPE] [--any_field VALUE ..]: model, prompts, sampling and drafter are the
+    recipe's. Saved after every round; Ctrl-C ends it.
 
     Examples:
 
@@ -384,18 +370,17 @@ def warmup(
 
 
 @app.command()
-@_one_line_errors
 def export(
     run: Annotated[str, typer.Argument(help="Run folder, or a drafter's folder or Hub id.")],
     dest: Annotated[Path, typer.Argument(help="Folder to write.")],
     to: Annotated[str, typer.Option(help="sglang, vllm, speculators or native.")] = "sglang",
     model: Annotated[str, typer.Option(help="Its target; default: the run's policy.")] = "",
-    read_as: Annotated[
-        str, typer.Option(help="sglang or vllm, if RUN is a foreign head with own tap layers.")
-    ] = "",
+    read_as: Annotated[str, typer.Option(help="sglang or vllm, for a foreign head.")] = "",
     check: Annotated[bool, typer.Option(help="Load it back and compare 3 steps.")] = False,
 ) -> None:
-    """Write a run's drafter for another engine, and say how to serve it there.
+    """Write a drafter for another engine.
+
+    Says how to serve it there, and with --check that it is the same.
 
     Examples:
 
@@ -410,15 +395,15 @@ def export(
 
 
 @app.command()
-@_one_line_errors
 def compare(
     run_a: Annotated[Path, typer.Argument(help="A run folder.")],
     run_b: Annotated[Path, typer.Argument(help="Another.")],
     assert_equal: Annotated[bool, typer.Option(help="Exit code 1 unless equal.")] = False,
 ) -> None:
-    """Compare two runs: numbers side by side, and whether they did the same thing.
+    """Compare two runs.
 
-    The same: completions, rewards, losses and every bit of the final policy.
+    Numbers side by side, and whether they did the same thing: completions, rewards, losses and
+    every bit of the final policy.
 
     Example:
 
@@ -434,19 +419,20 @@ def compare(
 
 
 @app.command()
-@_one_line_errors
 def simulate(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     ranks: Annotated[int, typer.Option(help="Ranks per node; 0 = as the run had.")] = 0,
     nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
 ) -> None:
-    """Replay a run's lengths and step costs on another number of ranks.
+    """Replay a run on other numbers of ranks.
+
+    From its lengths and step costs, with and without drafts and harvesting.
 
     Example:
 
         minitlt simulate runs/a --ranks 8 --nodes 4
     """
-    from minitlt.report import read_events
+    from minitlt.events import read_events
     from minitlt.simulate import simulate as replay
 
     if ranks < 0 or nodes < 1:
@@ -456,7 +442,9 @@ def simulate(
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine has, what is missing and how to get it; exit code 1 if it is needed.
+    """Say what this machine has and lacks.
+
+    And how to get it; exit code 1 if something needed is missing.
 
     Example:
 
@@ -470,30 +458,30 @@ def doctor() -> None:
 
 
 @app.command(context_settings=_PASS_ON | {"help_option_names": []})
-@_one_line_errors
 def bench(context: typer.Context) -> None:
-    """Run a benchmark of the repository: minitlt bench rollout|step|kernels [OPTIONS ..].
+    """Run a benchmark of the repository.
+
+    minitlt bench rollout|step|kernels|drafter [OPTIONS ..]
 
     Examples:
 
         minitlt bench kernels --help
 
-        minitlt bench rollout
+        minitlt bench step --steps 4 --nproc 2
     """
     import subprocess
 
     folder = Path(__file__).parent.parent / "benchmarks"
-    name, *rest = [*context.args, "--help"]
+    name, *rest = context.args or ["--help"]
     if name == "--help":
         print(context.command.help)
         return
-    if name not in ("rollout", "step", "kernels"):
-        _fail(f"no benchmark {name!r}; there are rollout, step, kernels")
-    if not folder.is_dir():
+    scripts = {path.stem: path for path in folder.glob("*.py")}
+    if not scripts:
         _fail("the benchmarks come with the repository: clone it and run this there")
-    if not (folder / f"{name}.py").is_file():
-        _fail(f"benchmark {name} is not there yet ({folder / name}.py)")
-    command = [sys.executable, str(folder / f"{name}.py"), *rest[:-1]]
+    if name not in scripts:
+        _fail(f"no benchmark {name!r}; there are {', '.join(sorted(scripts))}")
+    command = [sys.executable, str(scripts[name]), *rest]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 

@@ -66,43 +66,30 @@ def _first_difference(name: str, a: dict[Any, Any], b: dict[Any, Any]) -> str:
 
 
 def _policy_differences(left: Path, right: Path) -> list[str]:
-    import torch
+    from safetensors import safe_open
 
-    a, b = _tensors(left), _tensors(right)
-    if not a or not b:
-        missing = left if not a else right
-        return [f"policy: {missing} holds no safetensors"]
-    if a.keys() != b.keys():
-        return [f"policy: tensors differ: {', '.join(sorted(a.keys() ^ b.keys())[:5])}"]
+    sides = [
+        {name: file for path in sorted(folder.glob("*.safetensors"))
+         for file in [safe_open(path, "pt")] for name in file.keys()}  # noqa: SIM118
+        for folder in (left, right)
+    ]  # fmt: skip
+    for folder, side in zip((left, right), sides, strict=True):
+        if not side:
+            return [f"policy: {folder} holds no safetensors"]
+    if other := sorted(sides[0].keys() ^ sides[1].keys()):
+        return [f"policy: tensors differ: {', '.join(other[:5])}"]
     odd, largest = [], 0.0
-    for name in a:
-        one, two = a[name](), b[name]()
+    for name in sides[0]:  # one at a time, so that big policies fit
+        one, two = (side[name].get_tensor(name) for side in sides)
         if one.shape != two.shape or one.dtype != two.dtype:
             return [f"policy: {name} has another shape or dtype"]
-        if not torch.equal(one, two):
+        if not one.equal(two):
             odd.append(name)
             largest = max(largest, float((one.float() - two.float()).abs().max()))
     if not odd:
         return []
-    return [f"policy: {len(odd)} of {len(a)} tensors differ, by {largest:.2g} at most ({odd[0]})"]
-
-
-def _tensors(folder: Path) -> dict[str, Any]:
-    """Name -> function that reads the tensor; one at a time, so that big policies fit."""
-    from safetensors import safe_open
-
-    found: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            names = list(file.keys())
-        for name in names:
-
-            def read(path: Path = path, name: str = name) -> Any:
-                with safe_open(path, "pt") as file:
-                    return file.get_tensor(name)
-
-            found[name] = read
-    return found
+    count = f"{len(odd)} of {len(sides[0])}"
+    return [f"policy: {count} tensors differ, by {largest:.2g} at most ({odd[0]})"]
 
 
 def table(left: Path, right: Path) -> list[str]:

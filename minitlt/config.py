@@ -235,6 +235,9 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
     """`--key value`, `--key=value`, `--flag`, `--no_flag`, with YAML values; dashes mean
     underscores in names. Several values after one key make a list.
 
+    >>> parse_overrides(["--learning-rate", "1e-5", "--rollout.arms", "ngram-2", "eagle-3"])
+    {'learning_rate': 1e-05, 'rollout.arms': ['ngram-2', 'eagle-3']}
+
     Raises ConfigError for a value without a key.
     """
     result: dict[str, Any] = {}
@@ -349,7 +352,11 @@ _TYPE_NAMES: dict[Any, str] = {
 
 
 def suggest(name: str, valid: Iterable[str]) -> str:
-    """`did you mean 'x'?`, or the valid names when none is near."""
+    """`did you mean 'x'?`, or the valid names when none is near.
+
+    >>> suggest("lerning_rate", ["learning_rate", "seed"])
+    "did you mean 'learning_rate'?"
+    """
     names = list(valid)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     if close:

@@ -1,19 +1,10 @@
-"""The run log: one JSON line per event, the table of all events, and the table of all metrics.
+"""The run log: one JSON line per event.
 
 Idea: every process of a run appends to the same `events.jsonl`, one `write` call per line on a
 file opened for appending, which the kernel keeps whole between processes. Nothing else records a
 run: the summary and the live display (`minitlt.report`), the pictures and the HTML page
 (`minitlt.pictures`) read this file, so a run can be looked at while it runs, after it crashed, or
-on another machine.
-
-Each line has `t` (unix seconds), `rank`, `event`, and the event's own fields; `nonfinite` counts
-the NaN or infinite numbers that were written as null. Steps count from 1. A training step writes,
-in this order: `rollout_start`, `rollout_progress` (about once a second), `rollout_end`; on a rank
-that is done early `harvest_start`, `harvest_step`, `publish`, `harvest_end`; on a rank that still
-generates `swap` and `swap_result`; then `merge`, `update` and a few `row` samples. `run` opens the
-log (again after a resume), `summary` closes it, `guard` and `note` may come at any time. The table
-EVENTS says what every field means; METRICS says the same of every number derived from them, and
-TRAINER_METRICS of those that reach TRL's trackers.
+on another machine. `metrics.md`, beside this file, says what every event, field and metric means.
 
 Left out: levels, rotation and remote sinks (TRL's `report_to` serves TensorBoard, W&B and
 trackio); appends from several machines to one NFS file (there the kernel does not keep lines
@@ -42,177 +33,25 @@ from typing import Any
 Event = dict[str, Any]
 logger = logging.getLogger("minitlt")
 
-# event -> field -> meaning. A meaning that starts with "optional" names a field that may be absent.
-EVENTS: dict[str, dict[str, str]] = {
-    "run": {
-        "config": "the resolved configuration (dict)",
-        "versions": "package name -> version (dict)",
-        "world_size": "number of ranks",
-        "target": "name, layers, backend path and dtype of the target model (dict)",
-        "machine": "cpu count and device (dict)",
-    },
-    "rollout_start": {
-        "step": "optimizer step that this rollout feeds, from 1",
-        "rows": "completions that this rank will generate",
-        "version": "version of the policy's weights",
-    },
-    "rollout_progress": {
-        "step": "optimizer step",
-        "active": "rows still generating",
-        "done": "rows finished",
-        "tokens": "tokens emitted so far in this rollout",
-        "seconds": "seconds since the rollout started",
-        "tok_s": "tokens per second since the previous progress event",
-        "accept_len": "accept length since the previous progress event",
-        "arm": "strategy used most since the previous progress event ('off' = plain)",
-    },
-    "rollout_end": {
-        "step": "optimizer step",
-        "seconds": "seconds of generation on this rank",
-        "rows": "completions generated",
-        "tokens": "tokens emitted",
-        "verify_steps": "target forwards after prefill",
-        "accept_len": "tokens per verify step and row, the target's own included (ratio of sums)",
-        "accept_by_position": "entry i-1: fraction of verify steps with drafts that accepted >= i",
-        "lengths": "completion lengths, tokens",
-        "truncated": "rows cut by the length cap",
-        "arms": "strategy name -> {steps, tokens, seconds}",
-        "drafter_version": "version of the drafter at the end",
-        "active_trace": "list of [seconds since the start, rows still active]",
-    },
-    "harvest_start": {"step": "optimizer step"},
-    "harvest_step": {
-        "step": "optimizer step",
-        "n": "drafter steps taken so far in this window",
-        "seconds": "seconds of this drafter step",
-        "loss": "drafter loss",
-        "tokens": "tokens in the drafter's batch",
-        "acceptance": "optional: expected acceptance on the batch, 0..1",
-    },
-    "harvest_end": {
-        "step": "optimizer step",
-        "available_s": "length of this rank's idle window, seconds",
-        "harvested_s": "seconds of it spent on drafter steps",
-        "overshoot_s": "seconds that the last drafter step outlived the window",
-        "drafter_steps": "drafter steps in this window",
-        "tokens": "tokens trained on",
-        "loss_first": "drafter loss of the window's first step",
-        "loss_last": "drafter loss of its last step",
-        "buffer_tokens": "tokens in the replay buffer",
-    },
-    "publish": {
-        "step": "optimizer step",
-        "version": "drafter version written",
-        "seconds": "seconds to write it",
-        "bytes": "its size",
-    },
-    "swap": {
-        "step": "optimizer step",
-        "version": "drafter version loaded",
-        "source_rank": "rank that published it",
-        "seconds": "seconds that generation paused",
-        "drafter_steps": "optional: drafter steps behind that version in its window",
-        "accept_before": "optional: accept length before the swap",
-        "accept_after": "optional: accept length after it",
-    },
-    "swap_result": {
-        "step": "optimizer step",
-        "version": "drafter version",
-        "accept_before": "accept length before the swap",
-        "accept_after": "accept length after it",
-    },
-    "merge": {
-        "step": "optimizer step",
-        "seconds": "seconds of the merge itself",
-        "steps_by_rank": "drafter steps of each rank since the last merge (the weights)",
-        "fingerprint": "hash of the merged drafter, equal on all ranks",
-        "wait_s": "seconds this rank waited for the others before it",
-    },
-    "update": {
-        "step": "optimizer step",
-        "seconds": "seconds of the step that were not rollout",
-        "reward": "mean reward of the step's completions",
-        "reward_std": "standard deviation of the rewards",
-        "loss": "policy loss",
-        "grad_norm": "norm of the policy gradient before clipping",
-        "mean_length": "mean completion length, tokens",
-        "kl": "optional: mean KL to the reference policy",
-        "entropy": "optional: mean entropy of the policy, nats per token",
-        "step_seconds": "seconds of the whole training step",
-    },
-    "row": {
-        "step": "optimizer step",
-        "row": "global row index",
-        "prompt": "prompt text",
-        "completion": "completion text",
-        "reward": "its reward",
-        "token_flags": "per token: 1 = drafted and accepted, 0 = the target's own",
-        "token_texts": "per token: its text",
-    },
-    "guard": {
-        "name": "which guard spoke",
-        "count": "how often so far",
-        "message": "what it saw and what was done",
-    },
-    "note": {"message": "one line for the reader of the log"},
-    "summary": {
-        "reward_first": "mean reward, first third of the steps",
-        "reward_last": "mean reward, last third",
-        "accept_first": "accept length, first third",
-        "accept_last": "accept length, last third",
-        "tok_s_plain": "optional: tokens per second, sample rows generated again without drafts",
-        "tok_s_spec": "optional: tokens per second, the same rows with drafts",
-        "idle_available_s": "idle seconds, all ranks",
-        "idle_harvested_s": "idle seconds spent on drafter steps, all ranks",
-        "drafter_steps": "drafter steps, all ranks",
-        "token_mismatches": "optional: tokens that differ between plain and speculative (fp32)",
-        "steps": "optimizer steps done",
-        "wall_s": "seconds from the first to the last event, pauses between resumes not counted",
-    },
-}
-
-# Columns of `step_table`: name -> (unit, meaning, what is healthy).
-METRICS: dict[str, tuple[str, str, str]] = {
-    "step": ("", "optimizer step, from 1", "every step present"),
-    "end_s": ("s", "when the step ended, since the start", "even spacing"),
-    "reward": ("", "mean reward of the step's completions", "rises"),
-    "reward_std": ("", "standard deviation of the rewards", "above 0: equal rewards teach nothing"),
-    "loss": ("", "policy loss", "small and finite; not a measure of progress in GRPO"),
-    "grad_norm": ("", "policy gradient norm before clipping", "finite, no spikes"),
-    "mean_length": ("tokens", "mean completion length", "no drift to the cap"),
-    "kl": ("nats", "mean KL to the reference policy", "grows slowly"),
-    "entropy": ("nats", "mean entropy of the policy", "falls slowly, not to 0"),
-    "step_s": ("s", "seconds of the whole step", "falls as the accept length rises"),
-    "rollout_s": ("s", "generation seconds of the slowest rank", "the largest part of step_s"),
-    "tok_s": ("tokens/s", "tokens of all ranks per second of the slowest rank", "rises"),
-    "accept_len": ("tokens", "tokens per verify step and row, ratio of sums", "above 1, rises"),
-    "truncated": ("rows", "completions cut by the length cap", "few"),
-    "idle_available_s": ("s", "idle windows, summed over ranks", "small, or harvested"),
-    "idle_harvested_s": ("s", "part of it spent on drafter steps", "close to idle_available_s"),
-    "overshoot_s": ("s", "drafter steps outliving their windows, summed over ranks", "near 0"),
-    "drafter_steps": ("", "drafter steps, summed over ranks", "above 0 once rows are buffered"),
-    "drafter_loss": ("", "drafter loss at the end of the windows", "falls"),
-}
+TABLE = Path(__file__).parent / "metrics.md"  # every event, field and metric, with its meaning
 
 
-# What the trainer adds to TRL's own metrics (TensorBoard, W&B, trackio): the same three columns.
-TRAINER_METRICS: dict[str, tuple[str, str, str]] = {
-    "spec/accept_length": ("tokens", "tokens per verify step and row, all ranks", "above 1, rises"),
-    "spec/verify_steps": ("", "target forwards after prefill, all ranks", "falls"),
-    "rollout/seconds": ("s", "generation seconds of the slowest rank", "falls"),
-    "rollout/tokens_per_second": ("tokens/s", "tokens of all ranks per such second", "rises"),
-    "guard/logprob_gap": ("nats", "largest |engine - trainer| logprob of a sample", "below 1e-3"),
-}
+def table(title: str) -> dict[str, list[str]]:
+    """First cell -> other cells of the table below a heading of metrics.md; no heading: empty."""
+    _, _, rest = TABLE.read_text(encoding="utf-8").partition(f"# {title}\n")
+    lines = rest.partition("\n#")[0].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
+    return {name.strip("`"): cells for name, *cells in rows}
 
 
 def check_event(event: Event) -> list[str]:
-    """Say how `event` departs from EVENTS: unknown event, unknown field, missing field."""
+    """Say how `event` departs from metrics.md: unknown event, unknown field, missing field."""
     name = event.get("event", "")
-    if name not in EVENTS:
+    known = table(name)
+    if not known:
         return [f"unknown event {name!r}"]
-    known = EVENTS[name]
     found = set(event) - {"t", "rank", "event", "nonfinite"}
-    required = {field for field, text in known.items() if not text.startswith("optional")}
+    required = {field for field, (text,) in known.items() if not text.startswith("optional")}
     unknown = [f"{name}: unknown field {field!r}" for field in sorted(found - set(known))]
     return unknown + [f"{name}: field {field!r} is missing" for field in sorted(required - found)]
 

@@ -18,43 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from minitlt.charts import COLOURS, Picture, Run
-from minitlt.events import METRICS, Event
+from minitlt.events import Event, table
 from minitlt.pictures import draw, write_pngs
 from minitlt.report import duration, mean, number, summarize, summary_rows, thirds
 
 MAX_SAMPLES = 6
 MAX_TOKENS_SHOWN = 400
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-CSS = """
-* { box-sizing: border-box }
-body { margin: 0 auto; padding: 1rem; max-width: 42rem; font: 1rem/1.5 var(--font);
-  color: var(--ink); background: var(--paper); overflow-wrap: anywhere }
-h1 { font-size: 1.5rem; line-height: 1.25; margin: 1rem 0 0 }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem }
-p { margin: .4rem 0 }
-.muted, figcaption p:first-child, summary, th { color: var(--muted) }
-figure { margin: 0 0 2.5rem }
-h3 { font-size: 1rem }
-figure h3 { font-size: 1rem; margin: 0 0 .3rem }
-figure svg { display: block; width: 100%; max-width: 34rem; height: auto }
-figcaption { font-size: .95rem }
-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { text-align: left; vertical-align: top; padding: .35rem .6rem .35rem 0;
-  border-bottom: 1px solid var(--grid) }
-th { font-weight: 400 }
-th[scope=row] { overflow-wrap: normal }
-.keys th[scope=row] { overflow-wrap: anywhere }
-td.value { font-weight: 600 }
-td small { display: block; font-weight: 400; color: var(--muted) }
-details { border-top: 1px solid var(--grid); padding: .5rem 0 }
-summary { cursor: pointer }
-pre, .tokens { font: .85rem/1.7 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap }
-pre { line-height: 1.45; margin: .4rem 0 }
-article { border: 1px solid var(--grid); border-radius: .5rem; padding: .6rem .8rem;
-  margin: .8rem 0 }
-mark { color: inherit; background: var(--drafted); border-bottom: 2px solid var(--harvest) }
-mark, .tokens span { margin-right: 1px }
-"""
+CSS = Path(__file__).with_name("page.css")
 
 
 def _style() -> str:
@@ -67,7 +38,7 @@ def _style() -> str:
     font = "--font:system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;"
     return (
         f":root{{color-scheme:light dark;{font}{light}}}"
-        f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}{CSS}"
+        f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}{CSS.read_text(encoding='utf-8')}"
     )
 
 
@@ -190,7 +161,7 @@ def _messages_html(run: Run) -> str:
 def _steps_html(run: Run) -> str:
     """Metrics: mean of the first and last third, meaning and healthy range."""
     rows = []
-    for name, (unit, meaning, healthy) in METRICS.items():
+    for name, (unit, meaning, healthy) in table("Metrics of a step").items():
         ys = run.column(name)[1]
         if name == "step" or not ys:
             continue

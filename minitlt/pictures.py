@@ -1,8 +1,9 @@
 """The pictures of a run, drawn from its log alone.
 
-Idea: one function per picture takes one run, or several to compare, and returns a Picture: the
-figure, one sentence that says what it shows, and one that says what to conclude, computed from the
-same numbers; or None when the log has no data for it.
+Idea: one function per picture takes the runs and returns a Picture: the figure, one sentence that
+says what it shows, and one that says what to conclude, computed from the same numbers; or None when
+the log has no data for it. Pictures of several runs compare curves; what happens inside a run (its
+timeline, its arms, its idle time) is drawn for one run only.
 
 Left out: interactive charts. The page that holds the pictures is made by `minitlt.page`.
 
@@ -25,6 +26,7 @@ from minitlt.charts import (
     end_labels,
     integer_ticks,
     key,
+    mark,
     new_figure,
     run_colour,
     run_key,
@@ -35,6 +37,9 @@ from minitlt.events import Event
 from minitlt.report import accept_thirds, by_step, number, ratio, thirds
 
 MAX_STEPS_ON_TIMELINE = 12
+_LEAST_STEPS = 10  # of an arm in a bucket, before its rate is a candidate for the best
+PHASES = ("generate", "wait", "harvest", "merge", "update")
+Spans = dict[int, list[tuple[str, float, float]]]  # rank -> (phase, start, end)
 
 
 def draw_reward(runs: list[Run]) -> Picture | None:
@@ -45,10 +50,8 @@ def draw_reward(runs: list[Run]) -> Picture | None:
         return None
     draw_lines(bottom, runs, "reward", "update", along="end_s")
     run_key(top, runs)
-    top.set_title("mean reward")
-    top.set_xlabel("step")
-    bottom.set_title("mean reward")
-    bottom.set_xlabel("seconds since the start")
+    top.set(title="mean reward", xlabel="step")
+    bottom.set(title="mean reward", xlabel="seconds since the start")
     return Picture(
         "reward",
         "Reward by step and by time",
@@ -65,106 +68,69 @@ def draw_accept_length(runs: list[Run]) -> Picture | None:
     if not found:
         return None
     ax.axhline(1, color=colour("muted"), linewidth=1, linestyle=(0, (4, 3)))
-    ax.annotate(
-        "plain decoding: 1 token",
-        (0, 1),
-        xycoords=("axes fraction", "data"),
-        xytext=(2, -3),
-        textcoords="offset points",
-        va="top",
-        color=colour("muted"),
-    )
-    ends = [accept_thirds(run.events) for run, _ in found]
+    mark(ax, "plain decoding: 1 token", (0, 1), (2, -3), x="axes", va="top", color=colour("muted"))
     ax.set_ylim(0.8, max(1.5, ax.get_ylim()[1]))
     run_key(ax, runs)
-    ax.set_title("tokens per verify step and row")
-    ax.set_xlabel("step")
+    ax.set(title="tokens per verify step and row", xlabel="step")
     return Picture(
         "accept_length",
         "Accept length by step",
         "Tokens that one forward of the target yields per row, its own token included.",
-        say_change(found, "accept length", ends),
+        say_change(found, "accept length", [accept_thirds(run.events) for run, _ in found]),
         figure,
     )
 
 
 def _acceptance(rollouts: list[list[Event]]) -> list[float]:
     """Acceptance by position over rollouts, weighted by their verify steps."""
-    ends = [end for ranks in rollouts for end in ranks if end["accept_by_position"]]
+    ends = [end for ranks in rollouts for end in ranks]
     depth = max((len(end["accept_by_position"]) for end in ends), default=0)
-    curve = []
-    for i in range(depth):
-        weighted = [
+    return [
+        ratio(
             (end["accept_by_position"][i] * end["verify_steps"], end["verify_steps"])
             for end in ends
             if i < len(end["accept_by_position"])
-        ]
-        curve.append(ratio(weighted) or 0.0)
-    return curve
+        )
+        or 0.0
+        for i in range(depth)
+    ]
 
 
 def draw_acceptance(runs: list[Run]) -> Picture | None:
     """How many verify steps accept at least i drafts."""
     figure, (ax,) = new_figure(2.6)
-    curves: list[tuple[str, list[float], str]] = []
-    for index, run in enumerate(runs):
-        first, last = thirds(list(by_step(run.events, "rollout_end").values()))
-        if len(runs) == 1:
-            curves.append(("first third", _acceptance(first), colour("muted")))
-            curves.append(("last third", _acceptance(last), colour("harvest")))
-        else:
-            curves.append((run.name, _acceptance(last), run_colour(runs, index, "harvest")))
-    curves = [curve for curve in curves if curve[1]]
+    parts = thirds(list(by_step(runs[0].events, "rollout_end").values()))
+    names = ("first third", "muted"), ("last third", "harvest")
+    curves = [(_acceptance(part), *name) for part, name in zip(parts, names, strict=True)]
+    curves = [curve for curve in curves if curve[0]]
     if not curves:
         return None
     labels = []
-    for name, values, tint in curves:
-        xs = list(range(1, len(values) + 1))
-        ax.plot(xs, [100 * value for value in values], color=tint, marker="o", markersize=4)
-        labels.append((xs[-1], 100 * values[-1], name if len(runs) == 1 else "", tint))
+    for values, name, tint in curves:
+        xs, ys = range(1, len(values) + 1), [100 * value for value in values]
+        ax.plot(xs, ys, color=colour(tint), marker="o", markersize=4)
+        labels.append((float(xs[-1]), ys[-1], name, colour(tint)))
     ax.set_ylim(-7, 100)  # a label at 0 % stands clear of the axis
     end_labels(ax, labels)
-    run_key(ax, runs)
     integer_ticks(ax.xaxis)
-    ax.set_title("% of verify steps with drafts")
-    ax.set_xlabel("accepted at least this many drafts")
-    _, values, _ = curves[-1]
-    useful = [i for i, value in enumerate(values, start=1) if value >= 0.1]
-    concludes = (
-        f"In the last third, {values[0]:.0%} of verify steps accept the first draft and "
-        f"{values[-1]:.0%} all {len(values)}. Drafting pays {len(useful)} deep here, if a draft "
-        "accepted in one step of ten covers its cost."
-    )
-    if len(runs) > 1:
-        firsts = [f"{name} {values[0]:.0%}" for name, values, _ in curves]
-        concludes = f"The first draft is accepted in: {', '.join(firsts)} of verify steps."
+    ax.set(title="% of verify steps with drafts", xlabel="accepted at least this many drafts")
+    values = curves[-1][0]
     return Picture(
         "acceptance_by_position",
         "Acceptance by draft position",
-        "How often at least so many drafts in a row equalled what the target sampled itself"
-        f"{' (last third of the run)' if len(runs) > 1 else ''}.",
-        concludes,
+        "How often at least so many drafts in a row equalled what the target sampled itself.",
+        f"In the last third, {values[0]:.0%} of verify steps accept the first draft and "
+        f"{values[-1]:.0%} all {len(values)}. Drafting pays {sum(v >= 0.1 for v in values)} deep "
+        "here, if a draft accepted in one step of ten covers its cost.",
         figure,
     )
 
 
-def _find(config: dict[str, Any], name: str) -> Any:
-    """The value of `name` at any depth of a nested dict, else None."""
-    if name in config:
-        return config[name]
-    inner = [_find(value, name) for value in config.values() if isinstance(value, dict)]
-    return next((value for value in inner if value is not None), None)
-
-
-def _cap(run: Run) -> int | None:
-    """The completion length cap: from the config, else the longest row if any was cut; None when
-    it is so far beyond the longest row that it would only squeeze the picture.
-    """
-    configs = [event["config"] for event in run.of("run")]
-    known = _find(configs[-1], "max_completion_length") if configs else None
-    cut = any(end["truncated"] for end in run.of("rollout_end"))
-    longest = max((max(end["lengths"], default=0) for end in run.of("rollout_end")), default=0)
-    cap = known or (longest if cut else None)
+def _cap(run: Run, longest: int) -> int | None:
+    """The length cap of the completions; None when it is unknown, or so far beyond the longest
+    row that it would only squeeze the picture."""
+    config = run.of("run")[-1]["config"] if run.of("run") else {}
+    cap = config.get("max_completion_length")
     return cap if cap and cap <= 1.5 * longest else None
 
 
@@ -175,112 +141,70 @@ def _mark_lengths(ax: Any, values: list[int], cap: int | None) -> None:
     ax.set_ylim(0, ax.get_ylim()[1] * 1.35)
     for row, (x, text, side) in enumerate(marks):
         at = 1 - 0.09 * row  # each mark has its own line of text
-        ax.axvline(
-            x,
-            ymax=at,
-            color=colour("ink"),
-            linewidth=1,
-            linestyle="-" if text == "cap" else (0, (4, 3)),
-        )
-        ax.annotate(
-            f"{text} {number(x)}",
-            (x, at),
-            xycoords=("data", "axes fraction"),
-            xytext=(4 if side == "left" else -4, 0),
-            textcoords="offset points",
-            ha=side,
-            va="top",
-        )
+        style = "-" if text == "cap" else (0, (4, 3))
+        ax.axvline(x, ymax=at, color=colour("ink"), linewidth=1, linestyle=style)
+        shift = (4 if side == "left" else -4, 0)
+        mark(ax, f"{text} {number(x)}", (x, at), shift, y="axes", ha=side, va="top")
 
 
 def draw_lengths(runs: list[Run]) -> Picture | None:
     """Histogram of completion lengths with its median, 90th percentile and the cap."""
-    rollouts = [
-        [end for ends in by_step(run.events, "rollout_end").values() for end in ends]
-        for run in runs
-    ]
-    lengths = [[length for end in ends for length in end["lengths"]] for ends in rollouts]
-    if not all(lengths) or max(map(len, lengths)) < 2:
+    lengths = [sorted(n for end in run.of("rollout_end") for n in end["lengths"]) for run in runs]
+    if min(map(len, lengths)) < 2:
         return None
     figure, (ax,) = new_figure(2.8)
-    edges = [max(map(max, lengths)) * i / 24 for i in range(25)]
-    values = sorted(lengths[0])
-    tail = values[-max(1, len(values) // 10) :]
+    longest = max(own[-1] for own in lengths)
+    edges = [longest * i / 24 for i in range(25)]
+    said = []
+    for index, (run, own) in enumerate(zip(runs, lengths, strict=True)):
+        cut = sum(end["truncated"] for end in run.of("rollout_end")) / len(own)
+        said.append(f"{run.name}: median {number(median(own))}, longest {own[-1]}, {cut:.0%} cut")
+        shape = {"rwidth": 0.9} if len(runs) == 1 else {"histtype": "step", "linewidth": 1.8}
+        tint = run_colour(runs, index, "generate")
+        ax.hist(own, edges, weights=[100 / len(own)] * len(own), color=tint, **shape)
+    run_key(ax, runs)
+    ax.set(title="% of completions", xlabel="completion length, tokens")
     if len(runs) == 1:
-        ax.hist(values, bins=edges, color=colour("generate"), rwidth=0.9)
-        ax.set_title("completions")
-        _mark_lengths(ax, values, _cap(runs[0]))
-    else:
-        for index, own in enumerate(lengths):
-            ax.hist(
-                own,
-                bins=edges,
-                weights=[100 / len(own)] * len(own),
-                histtype="step",
-                color=run_colour(runs, index, "generate"),
-                linewidth=1.8,
-            )
-        run_key(ax, runs)
-        ax.set_title("% of completions")
-    ax.set_xlabel("completion length, tokens")
-    cuts = [
-        sum(end["truncated"] for end in ends) / len(own)
-        for ends, own in zip(rollouts, lengths, strict=True)
-    ]
-    if len(runs) == 1:
-        shows = "Lengths of all completions, with the median, the 90th percentile and the cap."
-        concludes = (
-            f"The longest tenth holds {sum(tail) / sum(values):.0%} of all tokens and the longest "
-            f"completion is {number(values[-1] / median(values))} times the median: short rows and "
-            f"their ranks wait. {cuts[0]:.0%} were cut by the cap."
-        )
-    else:
-        shows = "Lengths of all completions of each run."
+        own = lengths[0]
+        _mark_lengths(ax, own, _cap(runs[0], longest))
+        tail = sum(own[-max(1, len(own) // 10) :]) / sum(own)
         said = [
-            f"{run.name}: median {number(median(own))}, longest {max(own)}, {cut:.0%} cut"
-            for run, own, cut in zip(runs, lengths, cuts, strict=True)
+            f"The longest tenth holds {tail:.0%} of all tokens and the longest completion is "
+            f"{number(own[-1] / median(own))} times the median: short rows and their ranks wait. "
+            f"{cut:.0%} were cut by the cap"
         ]
-        concludes = f"{'; '.join(said)}."
-    return Picture("lengths", "Response lengths", shows, concludes, figure)
+    shows = "Lengths of all completions, with the median, the 90th percentile and the cap."
+    if len(runs) > 1:
+        shows = "Lengths of all completions of each run."
+    return Picture("lengths", "Response lengths", shows, f"{'; '.join(said)}.", figure)
 
 
 def draw_active_rows(runs: list[Run]) -> Picture | None:
     """Rows still generating on each rank in the run's last rollout, and what the idle time did."""
     rollouts = by_step(runs[0].events, "rollout_end")
-    rollouts = {
-        step: ends for step, ends in rollouts.items() if all(end["active_trace"] for end in ends)
-    }
-    if not rollouts:
+    traced = {s: e for s, e in rollouts.items() if all(end["active_trace"] for end in e)}
+    if not traced:
         return None
-    step, ends = list(rollouts.items())[-1]
-    windows = {
-        event["rank"]: event for event in by_step(runs[0].events, "harvest_end").get(step, [])
-    }
+    step, ends = list(traced.items())[-1]
+    windows = by_step(runs[0].events, "harvest_end").get(step, [])
+    harvested = {window["rank"]: window["harvested_s"] for window in windows}
     shown = spread(sorted(ends, key=lambda end: end["seconds"]), 4)
     slowest = max(end["seconds"] for end in ends)
     figure, axes = new_figure(0.9 + 1.0 * len(shown), rows=len(shown), share_x=True)
     for ax, end in zip(axes, shown, strict=True):
-        trace = spread(end["active_trace"], 300)
-        xs, ys = [point[0] for point in trace], [point[1] for point in trace]
-        ax.fill_between(
-            xs + [end["seconds"]], ys + [0], step="post", linewidth=0, color=colour("generate")
-        )
-        window = windows.get(end["rank"])
-        idle = slowest - end["seconds"]
+        xs, ys = zip(*spread(end["active_trace"], 300), (end["seconds"], 0), strict=True)
+        ax.fill_between(xs, ys, step="post", linewidth=0, color=colour("generate"))
+        at, idle, height = end["seconds"], slowest - end["seconds"], max(ys) * 0.3
+        used = min(harvested.get(end["rank"], 0.0), idle)
         if idle > 0.02 * slowest:
-            height = max(ys) * 0.3
-            ax.broken_barh([(end["seconds"], idle)], (0, height), color=colour("wait"))
-            text = f"waits {number(idle)} s"
-            if window and window["harvested_s"] > 0:
-                ax.broken_barh(
-                    [(end["seconds"], min(window["harvested_s"], idle))],
-                    (0, height),
-                    color=colour("harvest"),
-                )
-                text = f"harvests {number(window['harvested_s'])} of {number(idle)} s"
-            ax.annotate(
-                text, (slowest, height), xytext=(0, 3), textcoords="offset points", ha="right"
+            ax.broken_barh([(at, idle)], (0, height), color=colour("wait"))
+            ax.broken_barh([(at, used)], (0, height), color=colour("harvest"))
+            text = (
+                f"harvests {number(used)} of {number(idle)} s"
+                if used
+                else f"waits {number(idle)} s"
             )
+            mark(ax, text, (slowest, height), (0, 3), ha="right")
         ax.set_title(f"rank {end['rank']}: rows still generating")
         ax.set_ylim(0, max(ys) * 1.05)
         integer_ticks(ax.yaxis)
@@ -289,7 +213,7 @@ def draw_active_rows(runs: list[Run]) -> Picture | None:
     rows = row_seconds = 0.0
     for end in ends:
         trace = [*end["active_trace"], [end["seconds"], 0]]
-        rows += max(point[1] for point in trace)
+        rows += max(active for _, active in trace)
         row_seconds += sum((b[0] - a[0]) * a[1] for a, b in pairwise(trace))
     return Picture(
         "active_rows",
@@ -301,9 +225,9 @@ def draw_active_rows(runs: list[Run]) -> Picture | None:
     )
 
 
-def timeline_spans(run: Run, steps: list[int]) -> dict[int, list[tuple[str, float, float]]]:
+def timeline_spans(run: Run, steps: list[int]) -> Spans:
     """Per rank the (phase, start, end) spans in seconds; later ones are drawn over earlier ones."""
-    spans: dict[int, list[tuple[str, float, float]]] = {}
+    spans: Spans = {}
     rollouts, updates = by_step(run.events, "rollout_end"), by_step(run.events, "update")
     merges, windows = by_step(run.events, "merge"), by_step(run.events, "harvest_end")
     starts = {(e["step"], e["rank"]): run.at(e) for e in run.of("harvest_start")}
@@ -315,14 +239,12 @@ def timeline_spans(run: Run, steps: list[int]) -> dict[int, list[tuple[str, floa
             rank, at = end["rank"], run.at(end)
             mine = spans.setdefault(rank, [])
             mine.append(("generate", at - end["seconds"], at))
-            ready = slowest
-            if rank in merged:
-                ready = run.at(merged[rank])
-                mine.append(("merge", ready - merged[rank]["seconds"], ready))
-            mine.append(("wait", at, ready - (merged[rank]["seconds"] if rank in merged else 0)))
+            merge = merged.get(rank)
+            ready = run.at(merge) if merge else slowest
+            began = ready - merge["seconds"] if merge else ready
+            mine += [("merge", began, ready), ("wait", at, began)]
             if rank in closed and closed[rank]["drafter_steps"]:
-                begin = starts.get((step, rank), at)
-                mine.append(("harvest", begin, run.at(closed[rank])))
+                mine.append(("harvest", starts.get((step, rank), at), run.at(closed[rank])))
             for update in updates.get(step, [])[:1]:  # data parallel: one update, all ranks in it
                 begin = max(ready, run.at(update) - (update["seconds"] or 0.0))
                 mine.append(("update", begin, run.at(update)))
@@ -340,250 +262,241 @@ def draw_timeline(runs: list[Run]) -> Picture | None:
     figure, (ax,) = new_figure(1.25 + 0.42 * len(spans))
     ax.grid(visible=False)
     for rank, mine in spans.items():
-        for phase in ("generate", "wait", "harvest", "merge", "update"):
+        for phase in PHASES:
             bars = [(begin, end - begin) for name, begin, end in mine if name == phase]
             ax.broken_barh(bars, (rank - 0.36, 0.72), color=colour(phase), linewidth=0)
     for step in steps:
         begin = min(run.at(end) - end["seconds"] for end in rollouts[step])
-        ax.annotate(str(step), (begin, -0.42), va="bottom", color=colour("muted"), fontsize=8)
+        mark(ax, str(step), (begin, -0.42), va="bottom", color=colour("muted"), fontsize=8)
     ax.set_yticks(sorted(spans), [f"rank {rank}" for rank in sorted(spans)])
     ax.set_ylim(max(spans) + 0.5, -0.75)
     ax.margins(x=0.005)
     ax.set_xlabel("seconds since the start; small numbers: step")
     key(ax, {phase: phase for phase in ("generate", "harvest", "wait", "merge", "update")})
-    idle = sum(
-        max(run.at(e) for e in ends) - run.at(end) for ends in rollouts.values() for end in ends
-    )
+    idle = sum(max(map(run.at, ends)) - run.at(end) for ends in rollouts.values() for end in ends)
     total = sum(max(end["seconds"] for end in ends) * len(ends) for ends in rollouts.values())
     slowest = [max(ends, key=run.at)["rank"] for ends in rollouts.values()]
     worst = max(set(slowest), key=slowest.count)
     harvested = sum(event["harvested_s"] for event in run.of("harvest_end"))
-    used = (
-        f"drafter steps filled {min(harvested / idle, 1):.0%} of that"
-        if idle and harvested
-        else "no drafter step used it"
-    )
-    straggler = (
-        f"Rank {worst} was last in {slowest.count(worst)} of {len(slowest)} rollouts. "
-        if len(spans) > 1
-        else ""
-    )
+    said = f"Rank {worst} was last in {slowest.count(worst)} of {len(slowest)} rollouts. "
+    used = f"drafter steps filled {min(harvested / (idle or 1), 1):.0%} of that"
     return Picture(
         "timeline",
         "Who does what, when",
         "Each rank's time: generating, harvesting idle time, waiting, merging drafters, updating.",
-        f"{straggler}Ranks idled {idle / total:.0%} of the rollout time; {used}.",
+        f"{said if len(spans) > 1 else ''}Ranks idled {idle / total:.0%} of the rollout time; "
+        f"{used if harvested else 'no drafter step used it'}.",
         figure,
     )
 
 
 def draw_harvest(runs: list[Run]) -> Picture | None:
-    """Idle seconds available and harvested: by step for one run, totals for several."""
-    totals = [
-        (
-            sum(row["idle_available_s"] or 0 for row in run.steps),
-            sum(row["idle_harvested_s"] or 0 for row in run.steps),
-        )
-        for run in runs
-    ]
-    if not any(total[0] for total in totals):
+    """Idle seconds available and harvested by step."""
+    names = ("idle_available_s", "idle_harvested_s", "overshoot_s", "drafter_steps")
+    available, harvested, overshoot, steps = (sum(runs[0].column(name)[1]) for name in names)
+    if not available:
         return None
-    figure, (ax,) = new_figure(2.6 if len(runs) == 1 else 0.9 + 0.4 * len(runs))
-    if len(runs) == 1:
-        xs, available = runs[0].column("idle_available_s")
-        ax.bar(xs, available, width=0.84, color=colour("wait"))
-        ax.bar(*runs[0].column("idle_harvested_s"), width=0.5, color=colour("harvest"))
-        integer_ticks(ax.xaxis)
-        ax.set_xlabel("step")
-        ax.set_xlim(xs[0] - 0.6, xs[-1] + 0.6)
-    else:
-        ys = range(len(runs))
-        ax.barh(ys, [total[0] for total in totals], height=0.6, color=colour("wait"))
-        ax.barh(ys, [total[1] for total in totals], height=0.3, color=colour("harvest"))
-        ax.set_yticks(ys, [run.name for run in runs])
-        ax.invert_yaxis()
-        ax.grid(axis="y", visible=False)
-        ax.set_xlabel("idle seconds")
+    figure, (ax,) = new_figure(2.6)
+    ax.bar(*runs[0].column("idle_available_s"), width=0.84, color=colour("wait"))
+    ax.bar(*runs[0].column("idle_harvested_s"), width=0.5, color=colour("harvest"))
+    integer_ticks(ax.xaxis)
+    ax.set_xlabel("step")
     key(ax, {"idle seconds of all ranks": "wait", "harvested": "harvest"})
-    said = [
-        f"{run.name + ': ' if len(runs) > 1 else ''}{number(total[1])} of {number(total[0])} "
-        f"idle seconds"
-        for run, total in zip(runs, totals, strict=True)
-    ]
-    overshoot = sum(row["overshoot_s"] or 0 for row in runs[0].steps)
-    steps = sum(row["drafter_steps"] or 0 for row in runs[0].steps)
-    if len(runs) == 1 and not steps:
-        extra = ": there was no drafter step"
-    else:
-        extra = " became drafter steps"
-        if len(runs) == 1:
-            extra = (
-                f" became {number(steps)} drafter steps, for an overshoot of "
-                f"{number(overshoot)} s that others waited"
-            )
+    said = f"{number(harvested)} of {number(available)} idle seconds became {number(steps)} drafter"
     return Picture(
         "harvest",
         "Idle time, available and harvested",
         "Time between a rank's own end of rollout and the last rank's, and the part that trained.",
-        f"{'; '.join(said)}{extra}.",
+        f"{said} steps, for an overshoot of {number(overshoot)} s that others waited."
+        if steps
+        else f"{number(available)} idle seconds, and no drafter step in them.",
         figure,
     )
 
 
-def _overstated_regret(ends: list[Event]) -> float | None:
-    """Share of rollout time saved if each rollout had run at the rate of its fastest strategy."""
-    spent = ideal = 0.0
-    for end in ends:
-        used = end["arms"].values()
-        rates = [
-            arm["tokens"] / arm["seconds"]
-            for arm in used
-            if arm["seconds"] > 0 and arm["steps"] >= 5
-        ]
-        if rates:
-            spent += sum(arm["seconds"] for arm in used)
-            ideal += sum(arm["tokens"] for arm in used) / max(rates)
-    return 1 - ideal / spent if spent else None
+def draw_swaps(runs: list[Run]) -> Picture | None:
+    """Accept length of a rollout before and after a fresher drafter came in."""
+    swaps = [e for e in runs[0].of("swap") if e.get("accept_before") and e.get("accept_after")]
+    if not swaps:
+        return None
+    figure, (ax,) = new_figure(2.6)
+    xs, before, after = ([run[name] for run in swaps] for name in
+                         ("step", "accept_before", "accept_after"))  # fmt: skip
+    ax.vlines(xs, before, after, color=colour("wait"), linewidth=2)
+    ax.plot(xs, before, "o", color=colour("muted"), markersize=5)
+    ax.plot(xs, after, "o", color=colour("harvest"), markersize=5)
+    integer_ticks(ax.xaxis)
+    ax.margins(x=0.05, y=0.15)
+    ax.set_xlabel("step")
+    key(ax, {"accept length before": "muted", "after": "harvest"})
+    better = sum(b < a for b, a in zip(before, after, strict=True))
+    return Picture(
+        "swaps",
+        "Hot swaps",
+        "Accept length of a rank's rollout before and after it took over a fresher drafter.",
+        f"{better} of {len(swaps)} swaps raised it; on average it went from "
+        f"{number(sum(before) / len(swaps))} to {number(sum(after) / len(swaps))}. The rows left "
+        "after a swap are not those before it, so a single difference means little.",
+        figure,
+    )
 
 
-def _arm_use(
-    rollouts: list[list[Event]], width: int
-) -> tuple[dict[tuple[str, int], float], dict[str, tuple[float, float]]]:
-    """Seconds per (strategy, column of `width` steps), and (tokens, seconds) per strategy."""
-    seconds: dict[tuple[str, int], float] = {}
-    totals: dict[str, tuple[float, float]] = {}
-    for index, ends in enumerate(rollouts):
-        for end in ends:
-            for arm, used in end["arms"].items():
-                cell = (arm, index // width)
-                seconds[cell] = seconds.get(cell, 0.0) + used["seconds"]
-                before = totals.get(arm, (0.0, 0.0))
-                totals[arm] = (before[0] + used["tokens"], before[1] + used["seconds"])
-    return seconds, totals
+Used = dict[tuple[str, int], list[float]]  # (arm, column) -> [steps, tokens, seconds]
+
+
+def _arm_use(cells: list[tuple[str, int, Event]]) -> Used:
+    """What arms did in the columns of a picture, summed."""
+    used: Used = {}
+    for arm, column, done in cells:
+        total = used.setdefault((arm, column), [0.0, 0.0, 0.0])
+        for i, name in enumerate(("steps", "tokens", "seconds")):
+            total[i] += done[name]
+    return used
+
+
+def best_arms(used: Used) -> dict[int, tuple[str, float]]:
+    """Bucket of active rows -> the arm that made most tokens per second there, and its rate."""
+    best: dict[int, tuple[str, float]] = {}
+    for (arm, bucket), (steps, tokens, seconds) in used.items():
+        rate = tokens / seconds if seconds and steps >= _LEAST_STEPS else 0.0
+        if rate > best.get(bucket, ("", 0.0))[1]:
+            best[bucket] = (arm, rate)
+    return best
+
+
+def regret(used: Used) -> float | None:
+    """Share of the time that the best fixed arm of each bucket would have saved; None without data.
+
+    The best is known in hindsight only, and the luckiest of several equal arms counts as the best,
+    so this is an upper bound.
+
+    >>> regret({("off", 1): [50, 200, 20.0], ("eagle-2", 1): [50, 400, 20.0]})  # 10 and 20 tok/s
+    0.25
+    """
+    best = best_arms(used)
+    cells = [(tokens, seconds, best[b][1]) for (_, b), (_, tokens, seconds) in used.items()
+             if b in best]  # fmt: skip
+    spent = sum(seconds for _, seconds, _ in cells)
+    return 1 - sum(tokens / rate for tokens, _, rate in cells) / spent if spent else None
+
+
+def _draw_cells(ax: Any, arms: list[str], num_columns: int, used: Used) -> None:
+    """One square per arm and column; the darker, the larger its share of the column's time."""
+    from matplotlib.patches import Rectangle
+
+    ax.grid(visible=False)
+    for x in range(num_columns):
+        column = {arm: used.get((arm, x), [0.0, 0.0, 0.0])[2] for arm in arms}
+        for y, arm in enumerate(arms):
+            share = column[arm] / (sum(column.values()) or 1.0)
+            tint = colour("muted" if arm == "off" else "harvest")
+            for face, alpha in ((colour("grid"), 1.0), (tint, share)):
+                square = ((x - 0.47, y - 0.44), 0.94, 0.88)
+                ax.add_patch(Rectangle(*square, linewidth=0, facecolor=face, alpha=alpha))
+    ax.set(xlim=(-0.5, num_columns - 0.5), ylim=(len(arms) - 0.5, -0.5))
+    ax.set_yticks(range(len(arms)), arms)
+    ax.spines["bottom"].set_visible(False)
 
 
 def draw_arms(runs: list[Run]) -> Picture | None:
-    """Which strategy was used how much in which step."""
-    from matplotlib.patches import Rectangle
-
+    """Which arm was used how much, by step and by active rows, and the regret."""
     rollouts = by_step(runs[0].events, "rollout_end")
     width = -(-len(rollouts) // 48) or 1  # steps that share a column
-    firsts = list(rollouts)[::width]
-    seconds, totals = _arm_use(list(rollouts.values()), width)
-    if len(totals) < 2:
+    firsts, ends = list(rollouts)[::width], list(enumerate(rollouts.values()))
+    steps = _arm_use([(arm, i // width, done) for i, ranks in ends for end in ranks
+                      for arm, done in end["arms"].items()])  # fmt: skip
+    rows = _arm_use([(arm, int(least), done) for _, ranks in ends for end in ranks
+                     for least, arms in end.get("arms_by_rows", {}).items()
+                     for arm, done in arms.items()])  # fmt: skip
+    seconds: dict[str, float] = {}
+    for (arm, _), (_, _, spent) in steps.items():
+        seconds[arm] = seconds.get(arm, 0.0) + spent
+    if len(seconds) < 2:
         return None
-    arms = sorted(totals, key=lambda arm: totals[arm][1], reverse=True)
-    figure, (ax,) = new_figure(0.95 + 0.34 * len(arms))
-    ax.grid(visible=False)
+    arms = sorted(seconds, key=lambda arm: -seconds[arm])
+    buckets, total = sorted({least for _, least in rows}), sum(seconds.values())
+    figure, axes = new_figure((0.95 + 0.34 * len(arms)) * (1 + bool(rows)), rows=1 + bool(rows))
+    _draw_cells(axes[0], arms, len(firsts), steps)
     for y, arm in enumerate(arms):
-        tint = colour("muted" if arm == "off" else "harvest")
-        for x in range(len(firsts)):
-            here = sum(seconds.get((other, x), 0.0) for other in arms)
-            share = seconds.get((arm, x), 0.0) / here if here else 0.0
-            for face, alpha in ((colour("grid"), 1.0), (tint, share)):
-                ax.add_patch(
-                    Rectangle(
-                        (x - 0.47, y - 0.44), 0.94, 0.88, linewidth=0, facecolor=face, alpha=alpha
-                    )
-                )
-        tokens, used_s = totals[arm]
-        share = used_s / (sum(total[1] for total in totals.values()) or 1.0)
-        text = f"{share:.0%}, {number(tokens / used_s if used_s else None)} tok/s"
-        ax.annotate(
-            text,
-            (1, y),
-            xycoords=("axes fraction", "data"),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-        )
-    ax.set_xlim(-0.5, len(firsts) - 0.5)
-    ax.set_ylim(len(arms) - 0.5, -0.5)
-    ax.set_yticks(range(len(arms)), arms)
-    ticks = range(0, len(firsts), max(1, -(-len(firsts) // 8)))
-    ax.set_xticks(ticks, [str(firsts[x]) for x in ticks])
-    ax.spines["bottom"].set_visible(False)
-    ax.set_xlabel("step; the darker, the larger the share of time")
-    best = max(arms, key=lambda arm: totals[arm][0] / max(totals[arm][1], 1e-9))
-    regret = _overstated_regret([end for ends in rollouts.values() for end in ends])
-    said = (
-        ""
-        if regret is None
-        else (
-            f" At the rate of each rollout's fastest strategy the rollouts would have taken "
-            f"{regret:.0%} less; that overstates the regret, since strategies are tried at "
-            "different numbers of active rows."
-        )
-    )
+        text = f"{seconds[arm] / total:.0%} of time"
+        mark(axes[0], text, (1, y), (6, 0), x="axes", va="center")
+    ticks = range(0, len(firsts), -(-len(firsts) // 8))
+    axes[0].set_xticks(ticks, [str(firsts[x]) for x in ticks])
+    axes[0].set_xlabel("step; the darker, the larger the share of time")
+    if rows:
+        by_column = {(arm, buckets.index(least)): done for (arm, least), done in rows.items()}
+        _draw_cells(axes[1], arms, len(buckets), by_column)
+        best = {buckets.index(least): arm for least, (arm, _) in best_arms(rows).items()}
+        for (arm, x), (count, tokens, spent) in by_column.items():
+            if count >= _LEAST_STEPS:
+                weight = "bold" if best.get(x) == arm else "normal"
+                style = {"ha": "center", "va": "center", "fontsize": 8, "fontweight": weight}
+                mark(axes[1], number(tokens / spent), (x, arms.index(arm)), **style)
+        axes[1].set_xticks(range(len(buckets)), map(_rows, buckets))
+        axes[1].set_xlabel("rows still generating; in the squares tokens per second, best bold")
     return Picture(
         "arms",
-        "Strategies chosen",
-        "Share of rollout time per strategy and step; at the right its share and rate in the run.",
-        f"Most used: {arms[0]}; fastest: {best}.{said}",
+        "What the bandit chose, and its regret",
+        "Share of decoding time per arm: by step, and by the number of rows still generating.",
+        f"Most used: {arms[0]} ({seconds[arms[0]] / total:.0%}). {_say_regret(rows)}",
         figure,
     )
 
 
-def _rates_by_rows(run: Run) -> dict[str, dict[int, list[float]]]:
-    """'plain' and 'speculative' -> upper end of a bucket of active rows -> tokens per second."""
-    rates: dict[str, dict[int, list[float]]] = {"plain": {}, "speculative": {}}
-    for event in run.of("rollout_progress"):
-        if event["active"] > 0 and event["tok_s"]:
-            bucket = 1 << (event["active"] - 1).bit_length()
-            kind = "plain" if event["arm"] == "off" else "speculative"
-            rates[kind].setdefault(bucket, []).append(event["tok_s"])
-    # Two samples say nothing about a rate.
-    return {
-        kind: {bucket: rate for bucket, rate in buckets.items() if len(rate) >= 3}
-        for kind, buckets in rates.items()
+def _rows(least: int) -> str:
+    """The name of a bucket of active rows."""
+    return "1" if least == 1 else f"{least}-{2 * least - 1}"
+
+
+def _say_regret(rows: Used) -> str:
+    lost, best = regret(rows), best_arms(rows)
+    if lost is None:
+        return "The log does not say at how many active rows, so the regret is unknown."
+    plain = {
+        b: rows["off", b] for b, (arm, _) in best.items() if arm != "off" and ("off", b) in rows
     }
+    gains = [(best[b][1] * seconds / tokens, b) for b, (_, tokens, seconds) in plain.items()]
+    said = "Plain decoding was not beaten where it was tried. "
+    if gains:
+        gain, bucket = max(gains)
+        said = (
+            f"At best, drafts were {gain:.1f} x as fast as plain decoding ({_rows(bucket)} rows). "
+        )
+    return said + (
+        f"Regret: at most {lost:.1%} of the decoding time would have been saved by the best fixed "
+        "arm of each number of rows, known in hindsight."
+    )
 
 
 def draw_throughput(runs: list[Run]) -> Picture | None:
-    """Rollout tokens per second by step; for one run also against the number of active rows."""
-    rates = _rates_by_rows(runs[0])
-    with_rows = len(runs) == 1 and any(rates.values())
-    figure, axes = new_figure(4.4 if with_rows else 2.6, rows=1 + with_rows)
-    found = draw_lines(axes[0], runs, "tok_s", "generate")
+    """Rollout tokens per second by step."""
+    figure, (ax,) = new_figure(2.6)
+    found = draw_lines(ax, runs, "tok_s", "generate")
     if not found:
         return None
-    run_key(axes[0], runs)
-    axes[0].set_title("tokens per second, all ranks")
-    axes[0].set_xlabel("step")
-    axes[0].set_ylim(bottom=0)
-    said = ""
-    if with_rows:
-        labels = []
-        buckets = sorted(rates["plain"].keys() | rates["speculative"].keys())
-        for kind, tint in (("plain", colour("muted")), ("speculative", colour("generate"))):
-            xs = [buckets.index(bucket) for bucket in sorted(rates[kind])]
-            ys = [median(rates[kind][bucket]) for bucket in sorted(rates[kind])]
-            if xs:
-                axes[1].plot(xs, ys, color=tint, marker="o", markersize=4)
-                labels.append((xs[-1], ys[-1], kind, tint))
-        axes[1].set_ylim(bottom=0)
-        end_labels(axes[1], labels)
-        names = [f"{b // 2 + 1}-{b}" if b > 2 else str(b) for b in buckets]
-        axes[1].set_xticks(range(len(buckets)), names)
-        axes[1].set_title("tokens per second of one rank, median")
-        axes[1].set_xlabel("rows still generating")
-        both = [b for b in buckets if b in rates["plain"] and b in rates["speculative"]]
-        gains = [median(rates["speculative"][b]) / median(rates["plain"][b]) for b in both]
-        if gains:
-            at = [
-                f"{gain:.1f} x plain at a batch of {names[buckets.index(b)]}"
-                for gain, b in zip(gains, both, strict=True)
-            ]
-            said = f" Speculation is {', '.join(dict.fromkeys((at[0], at[-1])))}."
+    run_key(ax, runs)
+    ax.set(title="tokens per second, all ranks", xlabel="step")
+    ax.set_ylim(bottom=0)
     return Picture(
         "throughput",
         "Rollout speed",
-        "Completion tokens generated per second, by step and against the rows still active."
-        if with_rows
-        else "Completion tokens generated per second of rollout, all ranks.",
-        say_change(found, "rollout speed") + said,
+        "Completion tokens of all ranks per second of the slowest rank's rollout, by step.",
+        say_change(found, "rollout speed"),
         figure,
     )
+
+
+def _drafter_losses(run: Run) -> list[tuple[float, float]]:
+    """(drafter steps of a rank so far, loss)."""
+    done: dict[int, int] = {}
+    points = []
+    for event in run.events:
+        before = done.get(event["rank"], 0)
+        if event["event"] == "harvest_step" and event["loss"] is not None:
+            points.append((before + event["n"], event["loss"]))
+        elif event["event"] == "harvest_end":
+            done[event["rank"]] = before + event["drafter_steps"]
+    return points
 
 
 def draw_drafter_loss(runs: list[Run]) -> Picture | None:
@@ -591,75 +504,49 @@ def draw_drafter_loss(runs: list[Run]) -> Picture | None:
     figure, (ax,) = new_figure(2.6)
     labels, said = [], []
     for index, run in enumerate(runs):
-        done: dict[int, int] = {}
-        points = []
-        for event in run.events:
-            rank = event["rank"]
-            if event["event"] == "harvest_step" and event["loss"] is not None:
-                points.append((done.get(rank, 0) + event["n"], event["loss"]))
-            elif event["event"] == "harvest_end":
-                done[rank] = done.get(rank, 0) + event["drafter_steps"]
+        points = _drafter_losses(run)
         if len(points) < 5:
             continue
         tint = run_colour(runs, index, "harvest")
-        xs, smooth = bucket_medians(points, 30)
         if len(runs) == 1:
-            dots = spread(points, 500)
-            ax.plot(
-                [x for x, _ in dots],
-                [y for _, y in dots],
-                ".",
-                color=tint,
-                alpha=0.25,
-                markersize=4,
-            )
+            dots = zip(*spread(points, 500), strict=True)
+            ax.plot(*dots, ".", color=tint, alpha=0.25, markersize=4)
+        xs, smooth = bucket_medians(points, 30)
         ax.plot(xs, smooth, color=tint)
         labels.append((xs[-1], smooth[-1], number(smooth[-1]), tint))
-        prefix = f"{run.name} " if len(runs) > 1 else ""
         said.append(
-            f"{prefix}from {number(smooth[0])} to {number(smooth[-1])} "
-            f"over {number(xs[-1])} steps of a rank"
+            f"{f'{run.name} ' if len(runs) > 1 else ''}from {number(smooth[0])} to "
+            f"{number(smooth[-1])} over {number(xs[-1])} steps of a rank"
         )
     if not labels:
         return None
     if len(runs) == 1:
         end_labels(ax, labels)
     run_key(ax, runs)
-    ax.set_title("drafter loss")
-    ax.set_xlabel("drafter steps of a rank in idle windows")
+    ax.set(title="drafter loss", xlabel="drafter steps of a rank in idle windows")
     return Picture(
         "drafter_loss",
         "The drafter learns in idle time",
-        "Loss of the drafter's training steps (dots) and their medians (line)."
-        if len(runs) == 1
-        else "Loss of the drafter's training steps, medians.",
+        "Loss of the drafter's training steps, medians"
+        f"{' (line); the dots are single steps' if len(runs) == 1 else ''}.",
         f"Drafter loss: {'; '.join(said)}.",
         figure,
     )
 
 
 PICTURES: tuple[Callable[[list[Run]], Picture | None], ...] = (
-    draw_reward,
-    draw_timeline,
-    draw_accept_length,
-    draw_acceptance,
-    draw_lengths,
-    draw_active_rows,
-    draw_harvest,
-    draw_drafter_loss,
-    draw_throughput,
-    draw_arms,
-)
-ONE_RUN_ONLY = {draw_timeline, draw_active_rows, draw_arms}
+    draw_reward, draw_timeline, draw_accept_length, draw_acceptance, draw_lengths, draw_active_rows,
+    draw_harvest, draw_drafter_loss, draw_swaps, draw_throughput, draw_arms,
+)  # fmt: skip
+COMPARED = {draw_reward, draw_accept_length, draw_lengths, draw_drafter_loss, draw_throughput}
 
 
 def draw(runs: list[Run]) -> list[Picture]:
     """All pictures that the logs have data for; of several runs those that can be compared."""
     import matplotlib
 
-    functions = [f for f in PICTURES if len(runs) == 1 or f not in ONE_RUN_ONLY]
     with matplotlib.rc_context(STYLE):
-        drawn = [function(runs) for function in functions]
+        drawn = [f(runs) for f in PICTURES if len(runs) == 1 or f in COMPARED]
     return [picture for picture in drawn if picture is not None]
 
 

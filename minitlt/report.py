@@ -12,18 +12,11 @@ How to run: `minitlt train` shows it, `minitlt report RUN` draws it afterwards.
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import floor, log10
 from pathlib import Path
 from typing import Any, Protocol
 
-from minitlt.events import EVENTS, METRICS, Event, EventLog, check_event, parse_line, read_events
-
-__all__ = [
-    "EVENTS", "METRICS", "Event", "EventLog", "accept_thirds", "by_step", "check_event", "duration",
-    "mean", "number", "print_summary", "ratio", "read_events", "run_seconds", "step_table",
-    "summarize", "summary_rows", "thirds", "watch",
-]  # fmt: skip
+from minitlt.events import Event, parse_line
 
 
 def run_seconds(events: list[Event]) -> list[float]:
@@ -49,7 +42,11 @@ def by_step(events: Iterable[Event], name: str) -> dict[int, list[Event]]:
 
 
 def ratio(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """Ratio of sums of (numerator, denominator) pairs; None when nothing was counted."""
+    """Ratio of sums of (numerator, denominator) pairs; None when nothing was counted.
+
+    >>> ratio([(30, 10), (90, 90)])  # accept lengths 3 and 1, weighted by their row-steps
+    1.2
+    """
     pairs = list(pairs)
     below = sum(pair[1] for pair in pairs)
     return sum(pair[0] for pair in pairs) / below if below > 0 else None
@@ -61,7 +58,7 @@ def _accept_pairs(ends: Iterable[Event]) -> list[tuple[float, float]]:
 
 
 def step_table(events: list[Event]) -> list[dict[str, Any]]:
-    """One dict per step with the columns of METRICS, over all ranks; None where not logged."""
+    """One dict per step with the columns of metrics.md, over all ranks; None where not logged."""
     updates = {step: ranks[0] for step, ranks in by_step(events, "update").items()}
     rollouts, harvests = by_step(events, "rollout_end"), by_step(events, "harvest_end")
     clock = {id(event): at for event, at in zip(events, run_seconds(events), strict=True)}
@@ -115,7 +112,7 @@ def accept_thirds(events: Iterable[Event]) -> tuple[float | None, float | None]:
 
 
 def summarize(events: list[Event]) -> dict[str, Any]:
-    """The keys of summary.json that the log can tell (see EVENTS["summary"]).
+    """The keys of summary.json that the log can tell (`summary` in metrics.md).
 
     The measurements made after training (`tok_s_plain`, `tok_s_spec`, `token_mismatches`) are
     there only if the log already holds a `summary` event that has them.
@@ -143,7 +140,11 @@ def summarize(events: list[Event]) -> dict[str, Any]:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Format for people: about three significant digits, thousands grouped, '-' for None."""
+    """Format for people: about three significant digits, thousands grouped, '-' for None.
+
+    >>> number(0.12345), number(1234.5), number(None)
+    ('0.123', '1,234', '-')
+    """
     if value is None:
         return "-"
     if abs(value) >= 10 ** (digits - 1) or value == int(value):
@@ -153,7 +154,11 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Minutes and seconds as 3:07, with hours 1:03:07; '-' for None."""
+    """Minutes and seconds, with hours where there are any; '-' for None.
+
+    >>> duration(187), duration(3787)
+    ('3:07', '1:03:07')
+    """
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
@@ -222,21 +227,11 @@ class StopFlag(Protocol):
     def wait(self, timeout: float) -> bool: ...
 
 
-@dataclass
-class RankState:
-    """What one rank is doing, as far as the log tells."""
-
-    doing: str = "starting"
-    since: float = 0.0  # unix seconds at which it began
-    rows: int = 0
-    done: int = 0
-    tok_s: float | None = None
-    accept_len: float | None = None
-    available_s: float = 0.0  # of closed idle windows
-    harvested_s: float = 0.0
-    drafter_steps: int = 0  # of closed idle windows
-    window_steps: int = 0  # of the open one
-    window_s: float = 0.0  # seconds harvested in the open one
+# What a rank does after the event of that name.
+_NEXT = {"rollout_start": "generating", "rollout_end": "waiting", "harvest_start": "harvesting",
+         "harvest_end": "merging", "merge": "updating"}  # fmt: skip
+_STYLE = {"generating": "bold blue", "harvesting": "bold green", "merging": "yellow",
+          "updating": "magenta"}  # fmt: skip
 
 
 class Board:
@@ -244,15 +239,13 @@ class Board:
 
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
-        self.ranks: dict[int, RankState] = {}
-        self.started = 0.0
-        self.now = 0.0
-        self.step = 0
-        self.rewards: list[float] = []
-        self.step_seconds: list[float] = []
+        self.doing: dict[int, tuple[str, float]] = {}  # rank -> what it does, since when
+        self.latest: dict[int, dict[str, Event]] = {}  # rank -> event name -> the last such event
+        self.idle: dict[int, list[float]] = {}  # rank -> [available, harvested] in closed windows
+        self.updates: list[Event] = []
         self.notes: list[str] = []
-        self._ends: list[Event] = []
-        self._idle_told = (0.0, 0.0)
+        self.started = self.now = 0.0
+        self._told = [0.0, 0.0]
 
     def feed(self, event: Event) -> list[str]:
         """Take in one event; return the plain lines that it is worth.
@@ -268,145 +261,117 @@ class Board:
             return [] if known else [note]
 
     def _take(self, event: Event) -> list[str]:
-        name, self.now = event["event"], event["t"]
-        rank = self.ranks.setdefault(event["rank"], RankState())
+        name, rank, self.now = event["event"], event["rank"], event["t"]
+        self.latest.setdefault(rank, {})[name] = event
+        if name in _NEXT:
+            self.doing[rank] = _NEXT[name], self.now
         if name == "run":
-            self.started = event["t"]
+            self.started = self.now
             for index in range(event["world_size"]):
-                self.ranks.setdefault(index, RankState(since=event["t"]))
+                self.doing.setdefault(index, ("starting", self.now))
             target = event["target"].get("name", "?")
             return [f"{target}, {event['world_size']} ranks, {self.total_steps} steps"]
-        if name == "rollout_start":
-            self._now_doing(rank, "generating")
-            rank.rows, rank.done = event["rows"], 0
-        elif name == "rollout_progress":
-            rank.done, rank.tok_s = event["done"], event["tok_s"]
-            rank.accept_len = event["accept_len"]
-        elif name == "rollout_end":
-            self._now_doing(rank, "waiting")
-            rank.done, rank.accept_len = event["rows"], event["accept_len"]
-            rank.tok_s = event["tokens"] / event["seconds"] if event["seconds"] else None
-            self._ends.append(event)
-            self._settle()
-        elif name == "harvest_start":
-            self._now_doing(rank, "harvesting")
-        elif name == "harvest_step":
-            rank.window_steps, rank.window_s = event["n"], event["t"] - rank.since
-        elif name == "harvest_end":
-            self._now_doing(rank, "merging")
-            rank.available_s += event["available_s"]
-            rank.harvested_s += event["harvested_s"]
-            rank.drafter_steps += event["drafter_steps"]
-            rank.window_steps, rank.window_s = 0, 0.0
-            self._settle()
-        elif name == "merge":
-            self._now_doing(rank, "updating")
-        elif name == "update":
-            return [self._finish_step(event)]
-        elif name in ("guard", "note"):
-            label = event.get("name", "note")
-            self.notes.append(f"{label}: {event['message']}")
+        if name == "harvest_end":
+            idle = self.idle.setdefault(rank, [0.0, 0.0])
+            idle[0] += event["available_s"]
+            idle[1] += event["harvested_s"]
+        if name == "update":
+            self.updates.append(event)
+            self._all_do("waiting")
+            return [self._step_line(event)]
+        if name in ("guard", "note"):
+            self.notes.append(f"{event.get('name', 'note')}: {event['message']}")
             return [self.notes[-1]]
+        if name in ("rollout_end", "harvest_end"):  # all wait, and nothing is to be merged: update
+            doing = {what for what, _ in self.doing.values()}
+            if doing == {"waiting"} or (len(self.doing) == 1 and doing == {"merging"}):
+                self._all_do("updating")
         return []
 
-    def _now_doing(self, rank: RankState, doing: str) -> None:
-        rank.doing, rank.since = doing, self.now
+    def _all_do(self, what: str) -> None:
+        self.doing = dict.fromkeys(self.doing, (what, self.now))
 
-    def _settle(self) -> None:
-        """When nobody generates or harvests any more and nothing is to be merged: the update."""
-        doing = {rank.doing for rank in self.ranks.values()}
-        if doing == {"waiting"} or (len(self.ranks) == 1 and doing == {"merging"}):
-            for rank in self.ranks.values():
-                self._now_doing(rank, "updating")
-
-    def _finish_step(self, event: Event) -> str:
-        self.step = event["step"]
-        if event["reward"] is not None:
-            self.rewards.append(event["reward"])
-        self.step_seconds.append(event["step_seconds"] or 0.0)
-        for rank in self.ranks.values():
-            self._now_doing(rank, "waiting")
-        slowest = max((end["seconds"] for end in self._ends), default=0.0)
-        tokens = sum(end["tokens"] for end in self._ends)
-        accept_len = ratio(_accept_pairs(self._ends))
-        self._ends = []
-        idle, before = self.idle(), self._idle_told
-        self._idle_told = idle
+    def _step_line(self, update: Event) -> str:
+        step, total = update["step"], self.total_steps
+        ends = [events["rollout_end"] for events in self.latest.values() if "rollout_end" in events]
+        ends = [end for end in ends if end["step"] == step]
+        slowest = max((end["seconds"] for end in ends), default=0.0)
+        rate = sum(end["tokens"] for end in ends) / slowest if slowest else None
+        idle = [sum(part) for part in zip(*self.idle.values(), strict=True)] or [0.0, 0.0]
+        now = [after - before for after, before in zip(idle, self._told, strict=True)]
+        self._told = idle
         return (
-            f"step {self.step:>{len(str(self.total_steps))}}/{self.total_steps}"
-            f"  reward {number(event['reward'])}  accept length {number(accept_len)}"
-            f"  {number(tokens / slowest if slowest else None)} tok/s"
-            f"  idle {number(idle[0] - before[0])} s, harvested {number(idle[1] - before[1])} s"
-            f"  took {duration(event['step_seconds'])}, left {duration(self.seconds_left())}"
+            f"step {step:>{len(str(total))}}/{total}  reward {number(update['reward'])}"
+            f"  accept length {number(ratio(_accept_pairs(ends)))}  {number(rate)} tok/s"
+            f"  idle {number(now[0])} s, harvested {number(now[1])} s"
+            f"  took {duration(update['step_seconds'])}, left {duration(self.seconds_left())}"
         )
-
-    def idle(self) -> tuple[float, float]:
-        """Idle seconds (available, harvested) of all ranks, closed windows only."""
-        ranks = self.ranks.values()
-        return sum(rank.available_s for rank in ranks), sum(rank.harvested_s for rank in ranks)
 
     def seconds_left(self) -> float | None:
         """Remaining steps times the mean of the last five; None before the first step ends."""
-        recent = self.step_seconds[-5:]
-        if not recent:
-            return None
-        return (self.total_steps - self.step) * sum(recent) / len(recent)
+        recent = mean(update["step_seconds"] for update in self.updates[-5:])
+        return None if recent is None else (self.total_steps - self.updates[-1]["step"]) * recent
+
+    def _progress(self, rank: int) -> Event:
+        """The newest of a rank's rollout events, with the rate and the rows done."""
+        events = self.latest.get(rank, {})
+        known = [events[n] for n in ("rollout_start", "rollout_progress", "rollout_end")
+                 if n in events]  # fmt: skip
+        newest = max(known, key=lambda event: event["t"], default={})
+        start = {"done": 0, "rows": events.get("rollout_start", {}).get("rows", 0)}
+        if newest.get("event") == "rollout_end":
+            start |= {"done": newest["rows"], "tok_s": newest["tokens"] / (newest["seconds"] or 1)}
+        return start | newest
+
+    def _window(self, rank: int) -> tuple[float, int]:
+        """Seconds and drafter steps of the open idle window."""
+        what, since = self.doing[rank]
+        step = self.latest.get(rank, {}).get("harvest_step", {"t": 0.0, "n": 0})
+        is_open = what == "harvesting" and step["t"] >= since
+        return (step["t"] - since, step["n"]) if is_open else (0.0, 0)
 
     def phase_line(self, now: float) -> str:
         """One plain line: what every rank is doing at unix time `now`."""
         parts = []
-        for index, rank in sorted(self.ranks.items()):
-            text = f"rank {index} {rank.doing}"
-            if rank.doing == "generating":
-                text += f", {rank.done} of {rank.rows} rows done, {number(rank.tok_s)} tok/s"
-            elif rank.doing == "harvesting":
-                text += f", {rank.window_steps} drafter steps"
+        for rank, (what, _) in sorted(self.doing.items()):
+            text = f"rank {rank} {what}"
+            if what == "generating":
+                at = self._progress(rank)
+                text += f", {at['done']} of {at['rows']} rows done, {number(at.get('tok_s'))} tok/s"
+            elif what == "harvesting":
+                text += f", {self._window(rank)[1]} drafter steps"
             parts.append(text)
         return f"  [{duration(max(now, self.now) - self.started)}] " + "; ".join(parts)
 
     def renderable(self, now: float) -> Any:
         """A rich renderable of the whole board at unix time `now`."""
         from rich.console import Group
-        from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
-        style = {
-            "generating": "bold blue",
-            "harvesting": "bold green",
-            "merging": "yellow",
-            "updating": "magenta",
-        }
-        head = Table.grid(padding=(0, 2, 0, 0))
-        reward = f"reward {number(self.rewards[-1] if self.rewards else None)}"
-        if len(self.rewards) > 1:
-            reward += f", at step 1 {number(self.rewards[0])}"
-        head.add_row(
-            f"step {self.step}/{self.total_steps}",
-            ProgressBar(total=max(self.total_steps, 1), completed=self.step, width=20),
-            f"{duration(now - self.started if self.started else 0)} gone",
-            f"{duration(self.seconds_left())} left",
+        rewards = [u["reward"] for u in self.updates if u["reward"] is not None]
+        head = (
+            f"step {self.updates[-1]['step'] if self.updates else 0}/{self.total_steps}   "
+            f"{duration(now - self.started if self.started else 0)} gone, "
+            f"{duration(self.seconds_left())} left   "
+            f"reward {' -> '.join(number(r) for r in rewards[:1] + rewards[1:][-1:]) or '-'}"
         )
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        table.add_column("rank")
-        table.add_column("doing", min_width=16, no_wrap=True)
-        for title in ("done", "tok/s", "accept", "idle s", "harvest s", "drafter"):
-            table.add_column(title, justify="right", no_wrap=True)
-        for index, rank in sorted(self.ranks.items()):
-            open_s = now - rank.since if rank.doing == "harvesting" else 0.0
-            doing = f"{rank.doing} {now - rank.since:.0f} s" if rank.since else rank.doing
+        for title in ("rank", "doing", "rows", "tok/s", "accept", "idle s", "harvested s"):
+            table.add_column(title, justify="left" if title == "doing" else "right", no_wrap=True)
+        for rank, (what, since) in sorted(self.doing.items()):
+            at, (available, harvested) = self._progress(rank), self.idle.get(rank, (0.0, 0.0))
             table.add_row(
-                str(index),
-                Text(doing, style=style.get(rank.doing, "dim")),
-                f"{rank.done}/{rank.rows}",
-                number(rank.tok_s),
-                number(rank.accept_len),
-                number(rank.available_s + open_s),
-                number(rank.harvested_s + rank.window_s),
-                str(rank.drafter_steps + rank.window_steps),
+                str(rank),
+                Text(f"{what} {now - since:.0f} s", style=_STYLE.get(what, "dim")),
+                f"{at['done']}/{at['rows']}",
+                number(at.get("tok_s")),
+                number(at.get("accept_len")),
+                number(available + (now - since if what == "harvesting" else 0.0)),
+                number(harvested + self._window(rank)[0]),
             )
         notes = [Text(note, style="yellow", overflow="ellipsis") for note in self.notes[-3:]]
-        return Group(head, reward, table, *notes)
+        return Group(Text(head), table, *notes)
 
 
 class _Tail:
@@ -452,7 +417,7 @@ def _watch_plain(tail: _Tail, board: Board, stop: StopFlag, every_s: float = 5.0
     while not ending:
         ending = stop.wait(0.25)  # then one more look: the last lines may be newer than the flag
         lines = [line for event in tail.new_events() for line in board.feed(event)]
-        if not lines and board.ranks and time.monotonic() - quiet_since >= every_s and not ending:
+        if not lines and board.doing and time.monotonic() - quiet_since >= every_s and not ending:
             quiet_since, line = time.monotonic(), board.phase_line(time.time())
             phase = line.partition("]")[2]
             lines, shown = [line] if phase != shown else [], phase

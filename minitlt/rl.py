@@ -68,6 +68,15 @@ BYPASSES = {  # TRL options that would generate without our engine
     "use_vllm": "rollouts come from minitlt's engine",
     "use_transformers_continuous_batching": "rollouts come from minitlt's engine",
 }
+_TRL_METRICS = {  # what an `update` event takes from TRL's metrics, by TRL's name
+    "reward": "reward",
+    "reward_std": "reward_std",
+    "mean_length": "completions/mean_length",
+    "kl": "kl",
+    "entropy": "entropy",
+    "step_seconds": "step_time",
+    "rollout": "rollout/seconds",
+}
 _SILENT = {"do_sample", "pad_token_id", "bos_token_id", "cache_implementation", "use_cache"}
 
 
@@ -295,6 +304,7 @@ class MiniTLTTrainer(GRPOTrainer):
             lengths=[len(c) for c in rollout.completion_ids],
             truncated=rollout.finish_reasons.count("length"),
             arms=stats.arms,
+            arms_by_rows=stats.arms_by_rows,
             drafter_version=self.speculation.trainer.version,
             active_trace=[list(pair) for pair in stats.active_trace],
         )
@@ -352,32 +362,44 @@ class Progress:
 
 
 class RunLogCallback(TrainerCallback):
-    """Writes `update` and sample `row` events of rank 0 from what TRL logs; looks at rewards."""
+    """Writes rank 0's `update` and sample `row` events after every step; looks at rewards.
+
+    TRL collects its metrics in lists that it empties when it logs. What a step has added to them
+    is that step's own, whatever `logging_steps` says; the loss and the norm of its gradient are
+    told only when TRL logs.
+    """
 
     def __init__(self, trainer: MiniTLTTrainer) -> None:
         self.trainer = trainer
         self.taps = [f for f in trainer.reward_funcs if isinstance(f, RewardTap)]
+        self.fields: dict[str, Any] = {}
+        self._read: dict[str, int] = {}  # how many values of TRL's lists earlier steps have added
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.guards.rewards([tap.function for tap in self.taps])
+        metrics = self.trainer._metrics["train"]
+        lists = {name: metrics.get(key, []) for name, key in _TRL_METRICS.items()}
+        news = {name: values[self._read.get(name, 0) :] for name, values in lists.items()}
+        self._read = {name: len(values) for name, values in lists.items()}
+        mean = {name: sum(values) / len(values) for name, values in news.items() if values}
+        fields = {name: mean.get(name) for name in ("reward", "reward_std", "mean_length")}
+        fields |= {name: mean[name] for name in ("kl", "entropy") if name in mean}
+        seconds = mean.get("step_seconds", 0.0)
+        update = max(seconds - mean.get("rollout", 0.0), 0.0)
+        self.fields = {"step": state.global_step, "seconds": update, "step_seconds": seconds}
+        self.fields |= fields
+        if not control.should_log:
+            self._write(loss=None, grad_norm=None)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or not logs or "reward" not in logs:
-            return
-        names = {"reward": 0.0, "reward_std": 0.0, "loss": 0.0, "grad_norm": None}
-        fields: dict[str, Any] = {name: logs.get(name, start) for name, start in names.items()}
-        fields["mean_length"] = logs.get("completions/mean_length", 0.0)
-        fields |= {name: logs[name] for name in ("kl", "entropy") if name in logs}
-        seconds = logs.get("step_time", 0.0)
-        rollout = logs.get("rollout/seconds", 0.0)
-        self.trainer._write(
-            "update",
-            step=state.global_step,
-            seconds=max(seconds - rollout, 0.0),
-            step_seconds=seconds,
-            **fields,
-        )
-        self._sample_rows(state.global_step)
+        if logs and "loss" in logs and self.fields.get("step") == state.global_step:
+            self._read = {}
+            self._write(loss=logs["loss"], grad_norm=logs.get("grad_norm"))
+
+    def _write(self, **fields: Any) -> None:
+        if self.trainer.accelerator.is_main_process:
+            self.trainer._write("update", **self.fields, **fields)
+            self._sample_rows(self.fields["step"])
 
     def _sample_rows(self, step: int) -> None:
         trainer = self.trainer

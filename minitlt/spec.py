@@ -89,6 +89,9 @@ class Arm(NamedTuple):
     def parse(cls, text: str) -> Arm:
         """`off`, `ngram-3`, `eagle-4`, `eagle-3x4` (depth 3, width 4).
 
+        >>> Arm.parse("eagle-3x4")
+        Arm(source='eagle', depth=3, width=4)
+
         Raises ValueError with the right form for anything else.
         """
         if text == OFF:
@@ -174,6 +177,7 @@ class SpecStats:
     drafted: list[int] = field(default_factory=list)  # row-steps with a draft this deep
     accepted: list[int] = field(default_factory=list)  # row-steps that accepted this deep
     arms: dict[str, dict[str, float]] = field(default_factory=dict)
+    arms_by_rows: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # by bucket
     active_trace: list[tuple[float, int]] = field(default_factory=list)
 
     @property
@@ -433,10 +437,12 @@ class RolloutEngine:
         stats.draft_seconds += drafted - start
         stats.forward_seconds += done - drafted
         stats.verify_seconds += end - done
-        arm = stats.arms.setdefault(self.arm.name, {"steps": 0, "tokens": 0, "seconds": 0.0})
-        arm["steps"] += 1
-        arm["tokens"] += tokens
-        arm["seconds"] += end - start
+        least = str(1 << self.bandit.bucket(num_rows))
+        for table in (stats.arms, stats.arms_by_rows.setdefault(least, {})):
+            arm = table.setdefault(self.arm.name, {"steps": 0, "tokens": 0, "seconds": 0.0})
+            arm["steps"] += 1
+            arm["tokens"] += tokens
+            arm["seconds"] += end - start
         if not stats.active_trace or stats.active_trace[-1][1] != num_rows:
             stats.active_trace.append((start - self.started, num_rows))
 

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from minitlt.report import EventLog
+from minitlt.events import EventLog
 
 CAP = 256
-ARMS = {"off": (0, 0.0), "ngram k3": (3, 0.8), "eagle3 k3": (3, 1.0), "eagle3 k5": (5, 1.0)}
+ARMS = {"off": (0, 0.0), "ngram-3": (3, 0.8), "eagle-3": (3, 1.0), "eagle-5": (5, 1.0)}
 HOSTILE = '<script>alert("x")</script> & <img src="http://example.com/a.png"> "tags"'
 WORDS = ["the", "sum", "of", "12", "and", "7", "is", "19", "so", "first", "add", "carry", "digit"]
 
@@ -77,7 +77,8 @@ def write_fake_run(
 
 
 def _summary(path: Path, speculative: bool) -> dict[str, Any]:
-    from minitlt.report import read_events, summarize
+    from minitlt.events import read_events
+    from minitlt.report import summarize
 
     measured = {"tok_s_plain": 88.4, "tok_s_spec": 171.2, "token_mismatches": 0}
     return summarize(read_events(path)) | (measured if speculative else {})
@@ -145,15 +146,16 @@ class _Fake:
         tokens = row_steps = forwards = drafted = 0
         accepted, told = [0] * 5, (start, 0, 0)
         arms = {name: {"steps": 0, "tokens": 0, "seconds": 0.0} for name in ARMS}
+        by_rows: dict[str, dict[str, dict[str, float]]] = {}
         trace, arm = [[0.0, 16]], "off"
         while left:
             if forwards % 16 == 0 and self.speculative:
-                best = "eagle3 k5" if skill > 0.5 else "eagle3 k3" if skill > 0.3 else "ngram k3"
+                best = "eagle-5" if skill > 0.5 else "eagle-3" if skill > 0.3 else "ngram-3"
                 arm = rng.choice(list(ARMS)) if rng.random() < 0.25 else best
             depth, factor = ARMS[arm]
             if arm.startswith("ngram"):
                 factor = 0.28 / skill
-            emitted = 0
+            emitted, rows = 0, len(left)
             for row in list(left):
                 hits = 0
                 while hits < depth and rng.random() < min(0.9, skill * factor) * 0.94**hits:
@@ -170,8 +172,11 @@ class _Fake:
             seconds = 0.030 + 0.0042 * len(left) * (1 + 0.22 * depth)
             self.clock.now += seconds
             forwards, tokens = forwards + 1, tokens + emitted
+            here = by_rows.setdefault(str(1 << rows.bit_length() - 1), {})
+            here.setdefault(arm, {"steps": 0, "tokens": 0, "seconds": 0.0})
             for key, value in (("steps", 1), ("tokens", emitted), ("seconds", seconds)):
                 arms[arm][key] += value
+                here[arm][key] += value
             if self.clock.now - told[0] >= 1.0:
                 log.write(
                     "rollout_progress",
@@ -197,6 +202,7 @@ class _Fake:
             lengths=lengths,
             truncated=sum(length == CAP for length in lengths),
             arms={name: counts for name, counts in arms.items() if counts["steps"]},
+            arms_by_rows=by_rows,
             drafter_version=self.version,
             active_trace=trace,
         )
@@ -230,12 +236,12 @@ class _Fake:
                 )
                 straggler = self.logs[step % len(self.logs)]
                 straggler.write(
-                    "swap", step=step, version=self.version, source_rank=rank, seconds=0.002
-                )
-                straggler.write(
-                    "swap_result",
+                    "swap",
                     step=step,
                     version=self.version,
+                    source_rank=rank,
+                    seconds=0.002,
+                    drafter_steps=count,
                     accept_before=1.8,
                     accept_after=1.95,
                 )

@@ -28,9 +28,9 @@ from fake_run import HOSTILE, write_fake_run
 
 import minitlt.events
 from minitlt.charts import COLOURS, Run
-from minitlt.events import EVENTS, METRICS, TRAINER_METRICS, EventLog, check_event, read_events
+from minitlt.events import TABLE, EventLog, check_event, read_events, table
 from minitlt.page import page_html, render_report
-from minitlt.pictures import PICTURES, draw, timeline_spans
+from minitlt.pictures import PICTURES, best_arms, draw, regret, timeline_spans
 from minitlt.report import (
     Board,
     duration,
@@ -43,6 +43,7 @@ from minitlt.report import (
 )
 
 PACKAGE = Path(minitlt.events.__file__).parent
+EVENTS = re.findall(r"^### (\w+)$", TABLE.read_text(), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +172,7 @@ def test_fake_run_writes_exactly_the_table(fake):
     used: dict[str, set[str]] = {}
     for event in events:
         used.setdefault(event["event"], set()).update(event.keys() - {"t", "rank", "event"})
-    # The accept lengths of a swap come with swap_result in the fake run.
-    used["swap"] |= {"accept_before", "accept_after", "drafter_steps"}
-    assert used == {name: set(fields) for name, fields in EVENTS.items()}
+    assert used == {name: set(table(name)) for name in EVENTS}
 
 
 def test_package_writes_only_what_the_table_has():
@@ -188,7 +187,7 @@ def test_package_writes_only_what_the_table_has():
             if not isinstance(name, str) or not call.keywords:
                 continue  # a file, or a method that passes an event on
             fields = {keyword.arg for keyword in call.keywords} - {None}
-            if name not in EVENTS or not fields <= set(EVENTS[name]):
+            if name not in EVENTS or not fields <= set(table(name)):
                 wrong.append(f"{source.name}:{call.lineno} {name} {fields}")
     assert wrong == []
 
@@ -196,18 +195,23 @@ def test_package_writes_only_what_the_table_has():
 def test_trainer_metrics_table_is_what_the_trainer_names():
     sources = [PACKAGE / "rl.py", PACKAGE / "spot.py"]
     text = "".join(source.read_text() for source in sources if source.exists())
-    assert set(re.findall(r'"((?:spec|rollout|guard)/\w+)"', text)) == set(TRAINER_METRICS)
+    named = set(re.findall(r'"((?:spec|rollout|guard)/\w+)"', text))
+    known = {name for name in table("Metrics in TRL's trackers") if name[:5] in ("spec/", "guard")}
+    assert known <= named <= set(table("Metrics in TRL's trackers"))
 
 
-def test_docstring_names_every_event():
-    assert minitlt.events.__doc__ is not None
-    assert set(EVENTS) <= set(re.findall(r"`(\w+)`", minitlt.events.__doc__))
+def test_the_table_names_every_event_in_its_order():
+    text = TABLE.read_text()
+    assert set(EVENTS) <= set(re.findall(r"`(\w+)`", text[text.index("## Events") :]))
 
 
 def test_metrics_table_is_what_step_table_returns(fake):
     rows = step_table(read_events(fake / "events.jsonl"))
-    assert all(list(row) == list(METRICS) for row in rows)
-    assert all(row[name] is not None for row in rows for name in METRICS)
+    known = list(table("Metrics of a step"))
+    assert all(list(row) == known for row in rows)
+    assert all(row[name] is not None for row in rows for name in known)
+    for unit, meaning, healthy in table("Metrics of a step").values():
+        assert meaning and healthy and "|" not in unit + meaning + healthy
 
 
 def test_check_event_names_what_is_wrong():
@@ -287,7 +291,7 @@ def test_accept_length_is_a_ratio_of_sums(tmp_path):
 
 def test_measured_keys_come_from_the_summary_event(fake):
     summary = summarize(read_events(fake / "events.jsonl"))
-    assert set(summary) == set(EVENTS["summary"])
+    assert set(summary) == set(table("summary"))
     assert summary["accept_last"] > summary["accept_first"] > 1
     assert 0 < summary["idle_harvested_s"] <= summary["idle_available_s"]
 
@@ -366,13 +370,13 @@ def test_board_knows_what_each_rank_does(fake):
     board, seen = Board(12), set()
     for event in read_events(fake / "events.jsonl"):
         board.feed(event)
-        seen |= {rank.doing for rank in board.ranks.values()}
+        seen |= {what for what, _ in board.doing.values()}
         assert "rank 0" in board.phase_line(board.now)
     assert seen == {"starting", "generating", "waiting", "harvesting", "merging", "updating"}
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(board.renderable(board.now))
     shown = console.export_text()
-    assert "12/12" in shown and "reward" in shown and "harvest s" in shown
+    assert "12/12" in shown and "reward" in shown and "harvested s" in shown
     assert board.seconds_left() == 0
 
 
@@ -414,11 +418,11 @@ def test_model_text_is_escaped(page):
     assert "&lt;b&gt;Think&lt;/b&gt;" in page
 
 
-def test_run_and_strategy_names_are_escaped(tmp_path, fake):
+def test_run_and_arm_names_are_escaped(tmp_path, fake):
     odd = tmp_path / "_a<i>&$x$"
     odd.mkdir()
     (odd / "events.jsonl").write_bytes(
-        (fake / "events.jsonl").read_bytes().replace(b"eagle3 k5", b"<u>$k$")
+        (fake / "events.jsonl").read_bytes().replace(b"eagle-5", b"<u>$k$")
     )
     run = Run.read(odd)
     text = page_html([run], draw([run]))
@@ -453,6 +457,18 @@ def test_drafted_tokens_are_marked(fake, page):
     shown = [row for row in rows if row["step"] in (1, 12)]
     drafted = sum(sum(row["token_flags"]) for row in shown)
     assert page.count("<mark>") == drafted + 1  # and the word in the legend
+
+
+def test_regret_by_hand():
+    """1 row: eagle makes 20 tokens/s, off 10; 8 rows: off 80, eagle 40; too few steps: not best."""
+    used = {
+        ("off", 1): [50, 100, 10.0], ("eagle-2", 1): [50, 100, 5.0], ("ngram-3", 1): [9, 30, 1.0],
+        ("off", 8): [50, 800, 10.0], ("eagle-2", 8): [10, 80, 2.0],
+    }  # fmt: skip
+    assert best_arms(used) == {1: ("eagle-2", 20.0), 8: ("off", 80.0)}
+    # at the best rates: 230 tokens at 20/s and 880 at 80/s, against 16 s and 12 s
+    assert regret(used) == pytest.approx(1 - (11.5 + 11) / (16 + 12))
+    assert regret({}) is None
 
 
 def test_timeline_spans_do_not_overlap_where_they_must_not(fake):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tiny import save_tiny_model
 from trl import GRPOTrainer
 
 from minitlt.config import ConfigError, RolloutConfig
-from minitlt.events import read_events
+from minitlt.events import EventLog, check_event, read_events, table
 from minitlt.launch import free_port
 from minitlt.rl import full_parameters, sampling_params
 
@@ -86,6 +87,32 @@ def test_speculation_on_and_off_give_the_same_run(model_dir, tmp_path):
     assert rewards_off == rewards_on
     for name, weight in weights_off.items():
         assert torch.equal(weight, weights_on[name]), name
+
+
+def test_the_run_log_has_every_step_and_only_what_the_table_knows(model_dir, tmp_path):
+    """TRL logs once in 4 steps; the run log has each step with its own reward."""
+    log = EventLog(tmp_path / "events.jsonl", 0)
+    trainer = make_trainer(model_dir, tmp_path, steps=4, logging_steps=3, beta=0.1, log=log)
+    rewards, score = [], trainer._calculate_rewards
+
+    def keep(*args):
+        scored = score(*args)
+        rewards.append(scored.mean().item())
+        return scored
+
+    trainer._calculate_rewards = keep
+    trainer.train()
+    events = read_events(log.path)
+    assert [problem for event in events for problem in check_event(event)] == []
+    updates = [event for event in events if event["event"] == "update"]
+    assert [event["step"] for event in updates] == [1, 2, 3, 4]
+    assert [event["reward"] for event in updates] == pytest.approx(rewards, rel=1e-5)
+    assert len(set(rewards)) == 4 and all(event["kl"] is not None for event in updates)
+    assert [event["loss"] is None for event in updates] == [True, True, False, True]
+    logged = set().union(*trainer.state.log_history) - {"step"}
+    known = table("Metrics in TRL's trackers")
+    assert [name for name in logged if not any(fnmatch(name, one) for one in known)] == []
+    assert {name for name in known if name[:5] in ("spec/", "rollo", "guard")} <= logged
 
 
 def test_the_engine_follows_every_optimizer_step(model_dir, tmp_path):

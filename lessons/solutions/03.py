@@ -3,7 +3,7 @@ import torch
 from minitlt.kernels import gumbel_noise
 
 
-# Write the target's own token at every row reached; go on only while it is the guess.
+# Write the target's own token at every row reached; go on only while it is the draft.
 def verify_chain(logits_TV, drafts, key, position, temperature):
     written = []
     for i, logits in enumerate(logits_TV):

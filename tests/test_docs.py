@@ -1,0 +1,93 @@
+"""What the documents name exists: functions, files, commands; examples in docstrings run.
+
+How to run: python -m pytest tests/test_docs.py
+"""
+
+import ast
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from minitlt.cli import app
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob(".github/*.md")]
+    if "node_modules" not in path.parts and ".venv" not in path.parts
+)
+MODULES = {path.stem for path in (ROOT / "minitlt").glob("*.py")}
+WITH_EXAMPLES = sorted(p.stem for p in (ROOT / "minitlt").glob("*.py") if ">>> " in p.read_text())
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
+def test_examples_in_docstrings_run(module):
+    done = doctest.testmod(importlib.import_module(f"minitlt.{module}"))
+    assert done.attempted and not done.failed
+
+
+def test_several_modules_have_examples():
+    assert len(WITH_EXAMPLES) >= 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if not target.startswith(("http:", "https:")):
+            assert (page.parent / target).exists(), target
+
+
+def names_in(path: Path) -> set[str]:
+    """Functions, classes, methods (Class.method) and constants of a module."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            inner = [m.name for m in node.body if isinstance(m, ast.FunctionDef)]
+            found |= {f"{node.name}.{name}" for name in inner} | set(inner)
+        if isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def section(page: str, title: str) -> str:
+    return page.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def test_what_a_forker_is_sent_to_exists():
+    """Loss, drafter, acceptance rule, task, kernel: each row of the README's table names code."""
+    readme = (ROOT / "README.md").read_text()
+    rows = [line for line in section(readme, "Fork it").splitlines() if line.startswith("| ")][2:]
+    for word in ("loss", "drafter", "acceptance rule", "task"):
+        assert any(word in row.split("|")[1] for row in rows), word
+    for row in rows:
+        for named in re.findall(r"`([\w./]+)`", row.split("|")[2]):
+            module, _, rest = named.partition(".")
+            if module in MODULES and rest != "py":
+                assert rest in names_in(ROOT / "minitlt" / f"{module}.py"), named
+            elif "/" in named or named.endswith(".py"):
+                assert any((base / named).exists() for base in (ROOT, ROOT / "minitlt")), named
+    for row in section(readme, "Reading order").splitlines():
+        files, code = (
+            re.findall(r"`(?:minitlt/)?(\w+)\.py`", row),
+            re.findall(r"`([\w.]+)` \|$", row),
+        )
+        if files and code:
+            assert any(code[0] in names_in(ROOT / "minitlt" / f"{f}.py") for f in files), code
+
+
+def test_every_command_in_the_documents_exists():
+    known = set(typer.main.get_command(app).commands)
+    for page in PAGES:
+        blocks = "".join(re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL))
+        used = re.findall(r"^(?:\.venv/bin/)?minitlt (\w+)", blocks, re.MULTILINE)
+        assert set(used) <= known, page
