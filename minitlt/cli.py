@@ -432,7 +432,7 @@ def simulate(
 
         minitlt simulate runs/a --ranks 8 --nodes 4
     """
-    from minitlt.events import read_events
+    from minitlt.report import read_events
     from minitlt.simulate import simulate as replay
 
     if ranks < 0 or nodes < 1:

@@ -189,9 +189,8 @@ def last_line(path: Path) -> str:
 
 def finish(run_dir: Path) -> dict[str, Any]:
     """summary.json, pictures, report.html and the table on the screen, from the run log alone."""
-    from minitlt.events import read_events
     from minitlt.page import render_report
-    from minitlt.report import print_summary, summarize
+    from minitlt.report import print_summary, read_events, summarize
 
     summary = summarize(read_events(run_dir / "events.jsonl"))
     beside = run_dir / ".summary.json"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from minitlt.events import Event, parse_line
+from minitlt.events import read_events as read_events
 
 
 def run_seconds(events: list[Event]) -> list[float]:

@@ -46,7 +46,7 @@ def test_links_lead_somewhere(page):
 
 
 def names_in(path: Path) -> set[str]:
-    """Functions, classes, methods (Class.method) and constants of a module."""
+    """Functions, classes, methods (Class.method), constants and imported names of a module."""
     found = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -54,6 +54,8 @@ def names_in(path: Path) -> set[str]:
         if isinstance(node, ast.ClassDef):
             inner = [m.name for m in node.body if isinstance(m, ast.FunctionDef)]
             found |= {f"{node.name}.{name}" for name in inner} | set(inner)
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
         if isinstance(node, ast.Assign):
             found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return found

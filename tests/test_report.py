@@ -357,9 +357,9 @@ def test_watch_follows_a_growing_log_and_stops(tmp_path, fake, capsys):
 def test_watch_never_raises(tmp_path, capsys, plain):
     stop = threading.Event()
     stop.set()
-    EventLog(tmp_path / "e.jsonl", rank=0).write("rollout_start", surprise=1)
+    EventLog(tmp_path / "e.jsonl", rank=0).write("harvest_end", surprise=1)
     watch(tmp_path / "e.jsonl", 3, stop, plain=plain)
-    assert "'rollout_start' is not as expected" in capsys.readouterr().out
+    assert "'harvest_end' is not as expected" in capsys.readouterr().out
     watch(tmp_path, 3, stop, plain=plain)  # a folder
     assert "the run goes on" in capsys.readouterr().err
 
