@@ -430,7 +430,12 @@ def draw_arms(runs: list[Run]) -> Picture | None:
         for (arm, x), (count, tokens, spent) in by_column.items():
             if count >= _LEAST_STEPS:
                 weight = "bold" if best.get(x) == arm else "normal"
-                style = {"ha": "center", "va": "center", "fontsize": 8, "fontweight": weight}
+                style: dict[str, Any] = {
+                    "ha": "center",
+                    "va": "center",
+                    "fontsize": 8,
+                    "fontweight": weight,
+                }
                 mark(axes[1], number(tokens / spent), (x, arms.index(arm)), **style)
         axes[1].set_xticks(range(len(buckets)), map(_rows, buckets))
         axes[1].set_xlabel("rows still generating; in the squares tokens per second, best bold")
