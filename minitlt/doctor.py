@@ -99,25 +99,25 @@ def _packages() -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         yield Finding(MISSING, "minitlt", "not installed: pip install . in its folder")
         return
-    for line in lines:
-        need = Requirement(line)
+    for need in map(Requirement, lines):
         if need.marker and not need.marker.evaluate({"extra": ""}):
             continue
-        try:
-            found = importlib.metadata.version(need.name)
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(MISSING, need.name, f'pip install "{need.name}{need.specifier}"')
-            continue
-        if need.specifier.contains(found, prereleases=True):
+        found, wish = _version(need.name), f'pip install "{need.name}{need.specifier}"'
+        if found and need.specifier.contains(found, prereleases=True):
             yield Finding(OK, need.name, f"{found} ({need.specifier})")
         else:
-            wish = f'pip install "{need.name}{need.specifier}"'
-            yield Finding(MISSING, need.name, f"{found} is outside {need.specifier}: {wish}")
+            said = f"{found} is outside {need.specifier}" if found else "not installed"
+            yield Finding(MISSING, need.name, f"{said}: {wish}")
     for name, use in _OPTIONAL.items():
-        try:
-            yield Finding(OK, name, importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(NOTE, name, f"not installed; for {use}")
+        found = _version(name)
+        yield Finding(OK if found else NOTE, name, found or f"not installed; for {use}")
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _devices() -> Iterator[Finding]:
@@ -129,12 +129,11 @@ def _devices() -> Iterator[Finding]:
     yield Finding(OK, "cpu", f"{os.cpu_count()} cores, {free}")
     for i in range(torch.cuda.device_count()):
         name, size = torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)
-        yield Finding(OK, f"cuda:{i}", f"{name}, {size[0] / 2**30:.0f} of {size[1] / 2**30:.0f} GiB"
-                      " free")  # fmt: skip
+        free = f"{size[0] / 2**30:.0f} of {size[1] / 2**30:.0f} GiB free"
+        yield Finding(OK, f"cuda:{i}", f"{name}, {free}")
     if not torch.cuda.is_available():
-        yield Finding(
-            NOTE, "gpu", f"none that torch {torch.__version__} can use; runs go on the CPU"
-        )
+        text = f"none that torch {torch.__version__} can use; runs go on the CPU"
+        yield Finding(NOTE, "gpu", text)
 
 
 def _kernels() -> Iterator[Finding]:
