@@ -270,7 +270,7 @@ class DrafterTrainer:
         if drafter.head is not None:
             groups.append({"params": [drafter.head], "rate": config.head_learning_rate})
         self.optimizer = torch.optim.AdamW(
-            groups, lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+            groups, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         for parameter in drafter.parameters():
             self.optimizer.state[parameter] = {
@@ -334,9 +334,7 @@ class DrafterTrainer:
             states_SMH = torch.stack(drafter.unroll(pack, c.ttt_steps))
             step_R, query_R = (teacher_SM >= 0).nonzero(as_tuple=True)
             logits_RV = drafter.logits(states_SMH[step_R, query_R])
-        loss_R, accept_R = draft_loss(
-            logits_RV, teacher_JV[teacher_SM[step_R, query_R]], kind=c.loss, eta=c.lk_eta
-        )
+        loss_R, accept_R = draft_loss(logits_RV, teacher_JV[teacher_SM[step_R, query_R]], c.loss)
         num_S = torch.bincount(step_R, minlength=c.ttt_steps).clamp(min=1)
         weight_S = c.ttt_decay ** torch.arange(c.ttt_steps, device=device) / num_S
         sums_S = torch.zeros(c.ttt_steps, dtype=accept_R.dtype, device=device)
@@ -374,39 +372,43 @@ class DrafterTrainer:
 
     # The draft vocabulary.
 
-    def coverage(self, counts_W: Tensor) -> float:
-        """The part of these (expected) response tokens that the drafter can guess at all."""
-        total = int(counts_W.sum())
-        return int(counts_W[self.drafter.ids_V.cpu()].sum()) / total if total else 0.0
-
     def refresh_vocab(self, counts_W: Tensor | None = None) -> bool:
         """Takes the most frequent tokens as the draft vocabulary if that adds `vocab_gain`.
 
-        Trained head rows (and their moments) of tokens that stay are kept; new rows are the
-        target's. Deterministic in its inputs, so ranks that agree on counts agree afterwards.
-        Returns whether anything changed.
+        Deterministic in its inputs, so ranks that agree on counts agree afterwards. Returns whether
+        anything changed.
         """
-        drafter = self.drafter
         counts_W = self.buffer.counts() if counts_W is None else counts_W
-        if not drafter.config.reduced or not int(counts_W.sum()):
+        total, old_V = int(counts_W.sum()), self.drafter.ids_V.cpu()
+        if not self.drafter.config.reduced or not total:
             return False
-        old_V = drafter.ids_V.cpu()
         new_V = choose_vocab(counts_W, len(old_V), old_V)
-        gain = int(counts_W[new_V].sum() - counts_W[old_V].sum()) / int(counts_W.sum())
+        gain = int(counts_W[new_V].sum() - counts_W[old_V].sum()) / total
         if gain <= 0 or gain < self.config.vocab_gain:
             return False
+        self.set_vocab(new_V.tolist())
+        return True
+
+    def choose_vocab(self) -> list[int]:
+        """The draft vocabulary after a look at this rank's own rows."""
+        self.refresh_vocab()
+        return list(self.drafter.ids_V.tolist())
+
+    def set_vocab(self, ids: list[int]) -> None:
+        """Changes the draft vocabulary (ascending ids). Trained head rows (and their moments) of
+        tokens that stay are kept; new rows are the target's."""
+        drafter, old_V = self.drafter, self.drafter.ids_V
+        new_V = torch.tensor(ids, device=old_V.device)
         place_V = torch.searchsorted(old_V, new_V).clamp(max=len(old_V) - 1)
-        kept_V = (old_V[place_V] == new_V).to(drafter.ids_V.device)[:, None]
-        place_V = place_V.to(drafter.ids_V.device)
+        kept_V1 = (old_V[place_V] == new_V)[:, None]
         with torch.no_grad():
             drafter.ids_V.copy_(new_V)
             if drafter.head is not None:
                 head = drafter.head
-                head.copy_(torch.where(kept_V, head[place_V], drafter.target_rows().to(head)))
+                head.copy_(torch.where(kept_V1, head[place_V], drafter.target_rows().to(head)))
                 for key in ("exp_avg", "exp_avg_sq"):
                     moment = self.optimizer.state[head][key]
-                    moment.copy_(torch.where(kept_V, moment[place_V], 0.0))
-        return True
+                    moment.copy_(torch.where(kept_V1, moment[place_V], 0.0))
 
     # Checkpoints.
 

@@ -242,7 +242,7 @@ class Eagle3Proposer:
         model, at_N = self.model, torch.arange(start, stop, device=self.device)
         h_NH = model.fuse(self._buffers["features"][slot, start:stop].to(model.fc.dtype))
         x_N2H = model.mix(self._buffers["tokens"][slot, start + 1 : stop + 1], h_NH)
-        k_NKD, v_NKD = model.keys_values(x_N2H, at_N)
+        _, k_NKD, v_NKD = model.attention_inputs(x_N2H, at_N)
         self._buffers["keys"][slot, :, start:stop] = k_NKD.transpose(0, 1)
         self._buffers["values"][slot, :, start:stop] = v_NKD.transpose(0, 1)
 

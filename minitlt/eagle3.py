@@ -28,9 +28,7 @@ dim, V draft vocabulary (DV in file formats), W the target's vocabulary.
 from __future__ import annotations
 
 import json
-import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -41,11 +39,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-logger = logging.getLogger(__name__)
+from minitlt.swap import write_atomically
 
 FILE = "drafter.safetensors"
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 LOSSES = ("lk", "kl", "tv")
+_SCALE = ".scale"  # of a matrix that is stored in int8
 
 
 def _option(default: Any, text: str) -> Any:
@@ -71,14 +70,12 @@ class DrafterConfig:
     ngram_min: int = _option(2, "shortest suffix that the n-gram drafter matches, in tokens")
     ngram_max: int = _option(16, "longer matches than this are not told apart")
     ngram_tokens: int = _option(200_000, "tokens that the n-gram index remembers (400 bytes each)")
-    loss: str = _option("lk", "lk (KL early, total variation late), kl or tv")
-    lk_eta: float = _option(3.0, "lk: the KL's weight is exp(-eta * acceptance)")
+    loss: str = _option("lk", "lk (KL, whose weight falls as exp(-3 acceptance), and TV), kl or tv")
     ttt_steps: int = _option(2, "steps that training unrolls the drafter on its own states")
     ttt_decay: float = _option(0.8, "weight of each unrolled step's loss against the one before")
     learning_rate: float = _option(1e-3, "AdamW, all but the head")
     head_learning_rate: float = _option(2e-4, "AdamW, the head")
     warmup_steps: int = _option(20, "train steps until the learning rates are reached")
-    weight_decay: float = _option(0.0, "AdamW")
     clip: float = _option(0.5, "largest norm of a gradient")
     train_dtype: str = _option("auto", "products of training: as serve_dtype; weights stay fp32")
     train_step_ms: float = _option(0.0, "time a train step may take; 0: 50 on GPU, 250 on CPU")
@@ -102,7 +99,7 @@ class DrafterConfig:
             if not getattr(self, name) > 0:
                 raise ValueError(f"drafter.{name} must be positive, not {getattr(self, name)}")
         for name in ("draft_vocab_size", "pack_tokens", "context_tokens", "train_step_ms",
-                     "warmup_steps", "weight_decay", "head_learning_rate"):  # fmt: skip
+                     "warmup_steps", "head_learning_rate"):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ValueError(f"drafter.{name} cannot be negative, got {getattr(self, name)}")
         for name in ("long_share", "ttt_decay", "vocab_gain"):
@@ -122,16 +119,18 @@ def tap_dtype(name: str) -> torch.dtype:
 
 def product_dtype(choice: str, weight: Tensor) -> torch.dtype:
     """In which dtype products with this weight run: auto is bfloat16 where the processor has it
-    (where it is emulated it is far slower), and never for a drafter in fp64."""
+    (where it is emulated it is far slower), and never for a drafter in fp64. ValueError for
+    bfloat16 where there is none."""
     if weight.dtype != torch.float32 or choice == "float32":
         return weight.dtype
-    if choice == "bfloat16":
-        return torch.bfloat16
     if weight.device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
         fast = any(getattr(torch.cpu, name, bool)() for name in names)
+    if choice == "bfloat16" and not fast:
+        raise ValueError("this processor has no bfloat16 products; choose auto or float32 for "
+                         "drafter.serve_dtype and drafter.train_dtype")  # fmt: skip
     return torch.bfloat16 if fast else torch.float32
 
 
@@ -377,21 +376,8 @@ class Eagle3Drafter(nn.Module):
         token = self._norm(self.embed(tokens_N), self.norm_in)
         return torch.cat([token, self._norm(h_NH, self.norm_h)], -1)
 
-    def queries(self, x_N2H: Tensor, positions_N: Tensor) -> Tensor:
-        """[N, heads, D], rotated."""
-        rows = self.config.num_heads * self.config.head_dim
-        q = F.linear(x_N2H, self.qkv[:rows]).to(x_N2H.dtype)
-        return self._rotate(self._heads(q), positions_N)
-
-    def keys_values(self, x_N2H: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Each [N, kv heads, D]; keys are rotated."""
-        rows = self.config.num_heads * self.config.head_dim
-        kv = F.linear(x_N2H, self.qkv[rows:]).to(x_N2H.dtype)
-        k, v = self._heads(kv).chunk(2, -2)
-        return self._rotate(k, positions_N), v
-
     def attention_inputs(self, x_N2H: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values in one product."""
+        """Queries [N, heads, D] and keys, both rotated, and values [N, kv heads, D]."""
         heads, kv = self.config.num_heads, self.config.num_kv_heads
         qkv = self._heads(self._mm("qkv", x_N2H))
         qk = self._rotate(qkv[..., : heads + kv, :], positions_N)
@@ -417,9 +403,8 @@ class Eagle3Drafter(nn.Module):
         """
         h_NH = self.fuse(pack.features_NF)
         x_N2H = self.mix(pack.tokens_N, h_NH)
-        k_NKD, v_NKD = self.keys_values(x_N2H, pack.positions_N)
-        at_M = pack.positions_N[pack.query_M]
-        q_MQD = self.queries(x_N2H[pack.query_M], at_M)
+        q_NQD, k_NKD, v_NKD = self.attention_inputs(x_N2H, pack.positions_N)
+        at_M, q_MQD = pack.positions_N[pack.query_M], q_NQD[pack.query_M]
         h_MH, states = h_NH[pack.query_M], []
         later: list[tuple[Tensor, Tensor]] = []
         for step in range(num_steps):
@@ -591,28 +576,18 @@ def choose_vocab(counts_W: Tensor, size: int, keep_V: Tensor | None = None) -> T
     return order[by_count[:size]].sort().values
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Writes beside `path`, syncs, renames: a reader finds the old file or the new, never half."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(beside)
-        with open(beside, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+def save_drafter(folder: str | Path, drafter: Eagle3Drafter, *, small: bool = False) -> Path:
+    """Writes `folder`/drafter.safetensors (weights, draft vocabulary, sizes), atomically.
 
-
-def save_drafter(folder: str | Path, drafter: Eagle3Drafter) -> Path:
-    """Writes `folder`/drafter.safetensors (weights, draft vocabulary, sizes), atomically."""
+    small: matrices in int8 with one scale per row, a quarter of the bytes.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {k: v.detach().cpu().contiguous() for k, v in drafter.state_dict().items()}
+    for name in [name for name, tensor in tensors.items() if small and tensor.dim() == 2]:
+        weight = tensors[name].float()
+        scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+        tensors |= {name: (weight / scale).round().to(torch.int8), name + _SCALE: scale}
     metadata = {"format": "pt", "minitlt_drafter": json.dumps(asdict(drafter.config))}
     path = folder / FILE
     write_atomically(path, lambda beside: save_file(tensors, beside, metadata))
@@ -634,6 +609,8 @@ def load_drafter(
         if text is None:
             raise ValueError(f"{path} was not written by save_drafter")
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name in [name for name in tensors if name.endswith(_SCALE)]:
+        tensors[name.removesuffix(_SCALE)] = tensors[name.removesuffix(_SCALE)] * tensors.pop(name)
     config = Eagle3Config.from_dict(json.loads(text))
     drafter = Eagle3Drafter(config, dtype=dtype or tensors["fc"].dtype, device=device)
     drafter.load_state_dict(tensors)

@@ -41,8 +41,8 @@ from minitlt.eagle3 import (
     load_drafter,
     rope_parameters,
     save_drafter,
-    write_atomically,
 )
+from minitlt.swap import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +92,8 @@ def export_drafter(
         folder / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"})
     )
     text = json.dumps(config, indent=2) + "\n"
-    write_atomically(folder / "config.json", lambda path: _write_text(path, text))
+    write_atomically(folder / "config.json", lambda path: path.write_text(text))
     return folder
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
 
 
 def checkpoint_tensors(

@@ -133,18 +133,21 @@ def _hub_snapshot(name: str) -> str | None:
 
 
 def resolve_drafter(name: str) -> Path:
-    """The folder that holds a drafter: a run's, a saved or exported one, or a Hub id's snapshot.
+    """The folder that holds a drafter: a run's, a saved or exported one, one that comes with the
+    package (by name), or a Hub id's snapshot.
 
     Raises ModelNotFound that names what was given.
     """
     folder = Path(name).expanduser()
-    for place in (folder / "drafter", folder):
+    here = Path(__file__).parent
+    shipped = [place / "drafters" / name for place in (here, here.parent)]
+    for place in (folder / "drafter", folder, *shipped):
         if (place / "drafter.safetensors").is_file() or (place / "model.safetensors").is_file():
             return place
     if folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
         raise ModelNotFound(
             f"no drafter at {name!r}: give a run folder, a folder that holds "
-            "drafter.safetensors or an exported model.safetensors, or a Hub id"
+            "drafter.safetensors or an exported model.safetensors, 'smollm2' or a Hub id"
         )
     from huggingface_hub import hf_hub_url, snapshot_download
 

@@ -316,7 +316,7 @@ def draw_harvest(runs: list[Run]) -> Picture | None:
 
 def draw_swaps(runs: list[Run]) -> Picture | None:
     """Accept length of a rollout before and after a fresher drafter came in."""
-    swaps = [e for e in runs[0].of("swap") if e.get("accept_before") and e.get("accept_after")]
+    swaps = [e for e in runs[0].of("swap_result") if e["accept_before"] and e["accept_after"]]
     if not swaps:
         return None
     figure, (ax,) = new_figure(2.6)

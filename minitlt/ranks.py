@@ -3,9 +3,9 @@
 The idea: collectives would stop whoever decodes, so everything that happens before the merge goes
 through the torch.distributed store that the process group has anyway. Three things are said there:
 who is alive (one heartbeat key per rank), that the last rank is done (a counter, and the moment of
-its last count), and small records that all ranks must know (`exchange`). One thread does the
-talking, so a slow store never holds up decoding or training. Waiting is bounded: a silent rank or
-store is a RuntimeError that names it.
+its last count), and small records that all ranks must know (`exchange`, `first`). One thread does
+the talking, so a slow store never holds up decoding or training. Waiting is bounded: a silent rank
+or store is a RuntimeError that names it.
 
 Left out: a coordinator process, messages, election of a leader. How to run: spot.py uses this;
 tests/test_spot.py.
@@ -49,16 +49,9 @@ class Ranks:
         made = self._link.call(lambda: store.add(f"minitlt/made/{rank}", 1))
         self._store = dist.PrefixStore(f"minitlt/{made}", store)
 
-    def agree(self, value: str) -> str:
-        """Rank 0's value, on every rank."""
-        if self.rank == 0:
-            self._link.post(lambda: self._store.set("agreed", value))
-        give_up = self._clock() + self._lost_s
-        while not (answer := self._link.call(lambda: _read(self._store, ["agreed"])[0])):
-            if self._clock() > give_up:
-                raise RuntimeError(f"rank {self.rank}: rank 0 has not come within {self._lost_s} s")
-            time.sleep(NAP_S)
-        return str(answer.decode())
+    def first(self, key: str, value: str) -> str:
+        """The value of the rank that came first. Nobody waits for another rank."""
+        return str(self._link.call(lambda: self._store.compare_set(key, "", value)).decode())
 
     def enter(self, state: str, step: int) -> None:
         """Writes this rank's state to the store."""
@@ -71,11 +64,6 @@ class Ranks:
             self._next_beat, self._beats = now + self._beat_s, self._beats + 1
             text = f"{self._state} {self._step} {self._beats}"
             self._link.post(lambda: self._store.set(f"beat/{self.rank}", text))
-
-    def states(self) -> list[tuple[str, int]]:
-        """(state, step) of every rank as last written; empty while the store is slow."""
-        answer = self._link.ask("states", self._read_beats, PATIENCE_S)
-        return [_state(beat) for beat in answer[0]] if answer else []
 
     def watch(self) -> None:
         """RuntimeError if a rank's heartbeat has stood still for too long.

@@ -18,7 +18,6 @@ How to try it: `minitlt train`, `pytest tests/test_rl.py`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +46,7 @@ from minitlt.guards import Guards, largest_gap
 from minitlt.kernels import row_key
 from minitlt.models import resolve_drafter
 from minitlt.spec import Arm, Bandit, Rollout, RolloutEngine, SamplingParams
-from minitlt.spot import INLINE, SpotConfig, SpotTrainer
+from minitlt.spot import INLINE, OFF, SpotConfig, SpotTrainer
 from minitlt.target import make_target
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -106,6 +105,7 @@ class Speculation:
     trainer: DrafterTrainer
     proposer: Eagle3Proposer
     ngram: NgramDrafter
+    swaps: list[tuple[int, int, int]] = field(default_factory=list)  # version, tokens, row-steps
 
     @property
     def drafter(self) -> Eagle3Drafter:
@@ -113,9 +113,28 @@ class Speculation:
 
     def between_steps(self, engine: RolloutEngine) -> None:
         """Runs after every verify step: a straggler takes over fresher drafters."""
-        if self.spot.poll():
+        if taken := self.spot.poll():
+            self.swaps.append((taken.version, engine.stats.tokens, engine.stats.row_steps))
             self.proposer.reload()
             engine.bandit.renew(self.proposer.name)
+
+    def swap_results(self) -> list[dict[str, Any]]:
+        """What each hot swap of this rollout changed: accept lengths since the swap before it (or
+        the start), and up to the next one (or the end). Forgets them."""
+        stats = self.engine.stats
+        points = [(0, 0, 0), *self.swaps, (0, stats.tokens, stats.row_steps)]
+        results = []
+        for before, swap, after in zip(points, points[1:], points[2:], strict=False):
+            old, new = ([b[i] - a[i] for i in (1, 2)] for a, b in ((before, swap), (swap, after)))
+            results.append({
+                "version": swap[0],
+                "accept_before": old[0] / max(old[1], 1),
+                "accept_after": new[0] / max(new[1], 1),
+                "row_steps_before": old[1],
+                "row_steps_after": new[1],
+            })  # fmt: skip
+        self.swaps = []
+        return results
 
 
 class MiniTLTTrainer(GRPOTrainer):
@@ -267,12 +286,14 @@ class MiniTLTTrainer(GRPOTrainer):
     def _use_idle_time(self, step: int, rollout: Rollout) -> None:
         """Harvest until the last rank is done and merge; then all ranks agree on a vocabulary."""
         parts = self.speculation
+        if parts.spot.mode == OFF:
+            return
         if parts.spot.mode == INLINE:
             parts.spot.inline(step, rollout.stats.seconds)
         else:
             parts.spot.harvest(step)
         counts = parts.trainer.buffer.counts()
-        if self.accelerator.num_processes > 1 and parts.spot.mode != "off":
+        if self.accelerator.num_processes > 1:
             counts = counts.to(self.accelerator.device)
             dist.all_reduce(counts)
         parts.trainer.refresh_vocab(counts.cpu())
@@ -308,6 +329,8 @@ class MiniTLTTrainer(GRPOTrainer):
             drafter_version=self.speculation.trainer.version,
             active_trace=[list(pair) for pair in stats.active_trace],
         )
+        for result in self.speculation.swap_results():
+            self._write("swap_result", step=step, **result)
 
     def _record_metrics(self, mode: str, rollout: Rollout) -> None:
         """TRL's own metrics get ours beside them, as sums over ranks (one gather)."""
@@ -477,8 +500,6 @@ def build_speculation(
         base, dtype=dtype, device=device, backend=rollout.backend, weights=full_parameters(model)
     )
     eagle = start_drafter(model, target, drafter)
-    if spot.max_train_step_ms and not drafter.train_step_ms:
-        drafter = dataclasses.replace(drafter, train_step_ms=spot.max_train_step_ms)
     buffer = ReplayBuffer(drafter, vocab_size=base.config.vocab_size)
     proposer = Eagle3Proposer(eagle, drafter, buffer=buffer)
     trainer = DrafterTrainer(eagle, buffer, drafter)

@@ -63,10 +63,14 @@ SWAP_SHARE = 0.02  # of a straggler's time, at most, goes into swapping
 class Trainable(Protocol):
     """What the coordinator needs of a drafter's trainer. Names and shapes never change in a run.
 
-    `version` grows by one per train step. Every rank has the same names, shapes and dtypes.
+    `version` grows by one per train step, which should take at most `budget_seconds`. Every rank
+    has the same names, shapes and dtypes.
     """
 
     version: int
+
+    @property
+    def budget_seconds(self) -> float: ...
 
     def train_step(self) -> dict[str, Any]:
         """One short optimizer step: {"loss": float, "tokens": int, "seconds": float, ...}.
@@ -93,6 +97,14 @@ class Trainable(Protocol):
         """Copy `tensors` (all names, any device and float dtype) into place; set `version`."""
         ...
 
+    def choose_vocab(self) -> list[int]:
+        """The draft vocabulary that fits this rank's own rows best."""
+        ...
+
+    def set_vocab(self, ids: list[int]) -> None:
+        """Take this draft vocabulary."""
+        ...
+
 
 class Log(Protocol):
     def write(self, event: str, **fields: Any) -> None: ...
@@ -108,7 +120,6 @@ class SpotConfig:
 
     mode: str = _help("auto (spot with several ranks, else inline), spot, inline or off", AUTO)
     publish_seconds: float = _help("seconds between two publications of a harvesting rank", 2.0)
-    max_train_step_ms: float = _help("longest train step wished; 0: 50 on GPU, 250 on CPU", 0.0)
     inline_fraction: float = _help("inline: training time as a fraction of rollout time", 0.1)
     steps_per_window: int = _help(
         "train steps per window, whatever the clock says, and no swaps: with drafter.pack_tokens "
@@ -125,7 +136,7 @@ class SpotConfig:
         for name in ("publish_seconds", "lost_rank_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"spot.{name} must be positive, not {getattr(self, name)}")
-        for name in ("inline_fraction", "max_train_step_ms", "steps_per_window"):
+        for name in ("inline_fraction", "steps_per_window"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"spot.{name} cannot be negative, but is {getattr(self, name)}")
 
@@ -172,7 +183,6 @@ class SpotTrainer:
         store: a torch.distributed.Store that all ranks share. One thread of ours talks to it.
         log: anything with write(event, **fields), or None.
         shared_dir: where drafters are published; None is /dev/shm if it has room.
-        run_token: in the names of this run's files; None: rank 0 draws one and tells the others.
         clock: monotonic seconds.
 
     Raises:
@@ -188,7 +198,6 @@ class SpotTrainer:
         config: SpotConfig | None = None,
         log: Log | None = None,
         shared_dir: str | Path | None = None,
-        run_token: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 0 <= rank < world_size:
@@ -205,6 +214,7 @@ class SpotTrainer:
         if world_size > 1 and not dist.is_initialized():
             raise ValueError("merging the drafters of several ranks needs torch.distributed")
         self._step = self._window = 0
+        self._vocab_settled = False
         self._freshest = (0, 0)  # window and drafter steps of the drafter in place
         self._signatures: dict[int, Any] = {}  # of other ranks' files, as seen
         self._next_look = self._next_swap = -math.inf
@@ -212,7 +222,7 @@ class SpotTrainer:
         self._copier: ThreadPoolExecutor | None = None
         self._ranks = Ranks(store, rank, world_size, self.config.lost_rank_seconds, clock)
         try:
-            self._files = swap.SharedFiles(*self._agree(run_token, shared_dir), rank, world_size)
+            self._files = swap.SharedFiles(*self._agree(shared_dir), rank, world_size)
         except BaseException:
             self._ranks.stop()
             raise
@@ -228,7 +238,7 @@ class SpotTrainer:
         self._step, self._window = step, self._window + 1
         self._freshest = (self._window, 0)
         self._ranks.open_window(self._window)
-        swap.sweep(self._files.own.parent)
+        swap.sweep(self._files.directory)
         self._enter(GENERATING)
 
     def poll(self) -> Swap | None:
@@ -304,21 +314,13 @@ class SpotTrainer:
         self._ranks.stop()
         self._files.remove()
 
-    def states(self) -> list[tuple[str, int]]:
-        """(state, step) of every rank as last seen in the store, for a display."""
-        return [] if self._closed else self._ranks.states()
-
-    def _agree(self, run_token: str | None, shared_dir: str | Path | None) -> tuple[Path, str]:
-        """The directory and token that all ranks use: rank 0's."""
-        token = run_token or secrets.token_hex(16)
-        if not re.fullmatch(r"\w{8,64}", token, re.ASCII):
-            raise ValueError(f"run token {token!r}: 8 to 64 letters, digits, underscores")
+    def _agree(self, shared_dir: str | Path | None) -> tuple[Path, str]:
+        """The directory and token that all ranks use."""
         size = sum(t.numel() * t.element_size() for t in self.trainable.tensors().values())
         directory = Path(shared_dir or swap.roomy_directory(2 * size * self.world_size)).absolute()
-        directory_, token_ = json.loads(self._ranks.agree(json.dumps([str(directory), token])))
-        if run_token not in (None, token_):
-            raise ValueError(f"rank {self.rank} has another run token than rank 0")
-        return Path(directory_), token_
+        wish = json.dumps([str(directory), secrets.token_hex(16)])
+        agreed, token = json.loads(self._ranks.first("agreed", wish))
+        return Path(agreed), token
 
     def _enter(self, state: str) -> None:
         self.state = state
@@ -336,7 +338,16 @@ class SpotTrainer:
             self._step = step
             self._enter(HARVESTING)
             self._write("harvest_start", step=step)
+            self._settle_vocab()
         return Receipt(step, self.rank)
+
+    def _settle_vocab(self) -> None:
+        """Before the run's first train step all ranks take one draft vocabulary: that of the rank
+        which is done first. Later ones come from all ranks' rows, after a merge."""
+        if not self._vocab_settled and not self.trainable.version:
+            first = self._ranks.first("vocab", json.dumps(self.trainable.choose_vocab()))
+            self.trainable.set_vocab(json.loads(first))
+        self._vocab_settled = True
 
     def _train_step(self, receipt: Receipt) -> bool:
         """One train step; False if none was taken (nothing to train on, or degraded)."""
@@ -366,10 +377,9 @@ class SpotTrainer:
             self._next_sample = self._busy_until + 1.0
             fields = {"n": receipt.drafter_steps, "tokens": int(result["tokens"])}
             self._write("harvest_step", step=self._step, loss=loss, seconds=seconds, **fields)
-        on_gpu = next(iter(self.trainable.tensors().values())).is_cuda
-        limit_ms = self.config.max_train_step_ms or (50.0 if on_gpu else 250.0)
-        if seconds * 1000 > 2 * limit_ms:  # half as much again is the clock's noise
-            message = f"{seconds * 1000:.0f} ms, {limit_ms:.0f} ms wished: preemption is slow"
+        wished = self.trainable.budget_seconds
+        if seconds > 2 * wished:  # half as much again is the clock's noise
+            message = f"{seconds * 1e3:.0f} ms, {wished * 1e3:.0f} ms wished: preemption is slow"
             self._guard("long_train_step", message)
         return True
 
@@ -424,14 +434,15 @@ class SpotTrainer:
             if signature == self._signatures.get(rank):
                 continue
             self._signatures[rank] = signature  # every publication is looked at once
-            header = self._try(swap.read_header, path)
-            if header and _freshness(header) > self._freshest:
-                found.append((_freshness(header), rank))
+            read = self._try(swap.read_drafter, path)
+            if read and _freshness(read[1]) > self._freshest:
+                found.append((_freshness(read[1]), rank))
         for _, rank in sorted(found, reverse=True):
             read = self._try(swap.read_drafter, self._files.others[rank], self.trainable.tensors())
             if read is None:
                 continue
             tensors, header = read
+            self._settle_vocab()
             self.trainable.load(tensors, header["version"])
             self._freshest, seconds = _freshness(header), self.clock() - started
             self._next_swap = started + seconds / SWAP_SHARE

@@ -2,12 +2,13 @@
 
 The idea: a rank writes its trainable tensors beside the old file and renames. A reader that has
 mapped the old file keeps it; a reader that comes later sees the new one; nobody sees half of one,
-whatever kills the writer. A lock file beside it is held with flock while the writer's process
-lives. The kernel lets go of a lock whatever ends the process, so every later run of the same user
-can tell what the dead left behind, and removes it.
+whatever kills the writer. The files of a run lie in a folder of their own, private to the user,
+which every rank holds with a shared flock while it lives. The kernel lets go of a lock whatever
+ends the process, so a folder that can be locked alone belongs to the dead, and every later run of
+the same user removes it.
 
-Names hold a token that cannot be guessed and files are private to the user (mode 0600). The format
-is safetensors, so reading runs no code; its header carries step, version, source and a checksum.
+Folder names hold a token that cannot be guessed. The format is safetensors, so reading runs no
+code; its header carries step, version, source and a checksum.
 
 Left out: swap between machines, and huge pages. How to run: spot.py uses this; tests/test_spot.py.
 """
@@ -17,13 +18,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import shutil
-import stat
 import struct
 import tempfile
-import time
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -52,18 +51,18 @@ class SharedFiles:
 
     Args:
         directory: one that all ranks of this machine share. ValueError if it does not exist.
-        token: letters, digits and underscores. RuntimeError if a live process already uses it.
+        token: letters, digits and underscores, the same on all ranks of a run.
     """
 
     def __init__(self, directory: Path, token: str, rank: int, world_size: int) -> None:
         if not directory.is_dir():
-            raise ValueError(f"{directory}, where rank 0 shares drafters, does not exist here")
-        self._directory = directory
-        paths = [directory / f"minitlt-{token}-r{r}.safetensors" for r in range(world_size)]
+            raise ValueError(f"{directory}, where the ranks share drafters, does not exist here")
+        sweep(directory)
+        self.directory, folder = directory, directory / f"minitlt-{token}"
+        paths = [folder / f"r{r}.safetensors" for r in range(world_size)]
         self.own = paths[rank]
         self.others = {other: path for other, path in enumerate(paths) if other != rank}
-        sweep(directory)
-        self._lock = _hold(self.own.with_suffix(".lock"))
+        self._lock = _hold(folder)
 
     def write(self, tensors: Tensors, numbers: dict[str, int]) -> int:
         """Publishes atomically; returns the bytes written. OSError if they do not fit."""
@@ -71,10 +70,8 @@ class SharedFiles:
         metadata |= {"format": FORMAT, "crc32": fingerprint(tensors)}
         header, views = _layout(tensors, metadata)
         beside = self.own.with_suffix(".tmp")
-        beside.unlink(missing_ok=True)
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW
         try:
-            with os.fdopen(os.open(beside, flags, 0o600), "wb") as file:
+            with open(beside, "wb") as file:
                 file.write(header)
                 file.writelines(views)
                 size = file.tell()
@@ -85,8 +82,10 @@ class SharedFiles:
         return size
 
     def remove(self) -> None:
-        _remove_all(self.own.with_suffix(".lock"))
+        """The last rank to leave takes the run's folder along."""
+        self.own.unlink(missing_ok=True)
         os.close(self._lock)
+        sweep(self.directory)
 
 
 def sweep(directory: Path | None = None) -> None:
@@ -96,19 +95,37 @@ def sweep(directory: Path | None = None) -> None:
             if os.path.isdir(place):
                 sweep(Path(place))
         return
-    for entry in os.scandir(directory):
-        if not re.fullmatch(r"minitlt-\w+-r\d+\.lock", entry.name):
-            continue
-        with suppress(FileNotFoundError, PermissionError, BlockingIOError):
-            if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
-                continue
-            lock = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW)
+    for folder in directory.glob("minitlt-*"):
+        # OSError: gone, not a folder, another user's, or (BlockingIOError) a process lives in it.
+        with suppress(OSError):
+            lock = _open_own(folder)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: it lives
-                if _still_names(Path(entry.path), lock):
-                    _remove_all(Path(entry.path))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
             finally:
                 os.close(lock)
+
+
+def _open_own(folder: Path) -> int:
+    """A descriptor of a folder that only this user can enter; PermissionError for any other."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    info = os.fstat(lock)
+    if info.st_uid != os.geteuid() or info.st_mode & 0o077:
+        os.close(lock)
+        raise PermissionError(f"{folder} is not a private folder of this user")
+    return lock
+
+
+def _hold(folder: Path) -> int:
+    """Makes the folder if need be and holds it for the life of this process."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lock = _open_own(folder)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        with suppress(FileNotFoundError):  # another run's sweep has been quicker: once more
+            if os.path.samestat(os.fstat(lock), os.stat(folder, follow_symlinks=False)):
+                return lock
+        os.close(lock)
 
 
 def fingerprint(tensors: Tensors) -> str:
@@ -120,23 +137,12 @@ def fingerprint(tensors: Tensors) -> str:
     return f"{crc:08x}"
 
 
-def read_header(path: Path) -> dict[str, int]:
-    """The numbers in a published drafter's header. ValueError if it is torn or not ours."""
-    info = os.stat(path, follow_symlinks=False)
-    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
-        raise ValueError(f"{path} is not a private file of this user")
-    return _open_drafter(path, None)[1]
+def read_drafter(path: Path, like: Tensors | None = None) -> tuple[Tensors, dict[str, int]]:
+    """A published drafter, mapped into memory, and the numbers in its header.
 
-
-def read_drafter(path: Path, like: Tensors) -> tuple[Tensors, dict[str, int]]:
-    """A published drafter, mapped into memory, and its numbers.
-
-    ValueError unless names, shapes and dtypes are those of `like` and the checksum is right.
+    ValueError if it is torn or foreign, or unless names, shapes and dtypes are those of `like` and
+    the checksum is right. Without `like` only the header is read.
     """
-    return _open_drafter(path, like)
-
-
-def _open_drafter(path: Path, like: Tensors | None) -> tuple[Tensors, dict[str, int]]:
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
@@ -157,24 +163,35 @@ def _open_drafter(path: Path, like: Tensors | None) -> tuple[Tensors, dict[str, 
     return tensors, numbers
 
 
-def copy_durably(source: int, path: Path) -> Path:
-    """Copies the open file `source` to `path`: beside, flushed to disk, renamed."""
-    beside = path.with_name(path.name + ".tmp")
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> Path:
+    """Writes beside `path`, syncs, renames: a reader finds the old file or the new, never half."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        write(beside)
+        _sync(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    _sync(path.parent)  # the rename itself must reach the disk as well
+    return path
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def copy_durably(source: int, path: Path) -> Path:
+    """Copies the open file `source` to `path`."""
+
+    def copy(beside: Path) -> None:
         with os.fdopen(source, "rb") as old, open(beside, "wb") as new:
             shutil.copyfileobj(old, new, 1 << 20)
-            new.flush()
-            os.fsync(new.fileno())
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must reach the disk as well
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-    return path
+
+    return write_atomically(path, copy)
 
 
 def roomy_directory(size: int) -> str:
@@ -205,31 +222,3 @@ def _layout(tensors: Tensors, metadata: dict[str, str]) -> tuple[bytes, list[mem
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
-
-
-def _hold(path: Path) -> int:
-    """Creates and locks `path` for the life of this process."""
-    give_up = time.monotonic() + 1.0  # another run's sweep may hold it for a moment
-    while time.monotonic() < give_up:
-        lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-        with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _still_names(path, lock):
-                return lock
-        os.close(lock)
-        time.sleep(0.01)
-    raise RuntimeError(f"a live process already shares drafters under this token: {path}")
-
-
-def _still_names(path: Path, descriptor: int) -> bool:
-    """Whether `path` is the file that `descriptor` has open (and not removed or replaced)."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
-
-
-def _remove_all(lock_path: Path) -> None:
-    """The lock goes last: while it is there, the rest can be found."""
-    for suffix in (".tmp", ".safetensors", ".lock"):
-        lock_path.with_suffix(suffix).unlink(missing_ok=True)

@@ -3,12 +3,13 @@
 The idea. A drafter that starts from nothing needs some steps of RL before it pays. The same data is
 there before: rounds of generation on the task's own prompts, with the recipe's own sampling, each
 followed by as many seconds of training on what it generated. The drafter drafts from its second
-round on, so generation gets faster as it learns. It is saved after every round; what was saved
-begins RL with `drafter.start: FOLDER`, or another warm-up.
+round on, so generation gets faster as it learns. It is saved (in int8) after every round; what
+was saved begins RL with `drafter.start: FOLDER`, or another warm-up. `drafters/smollm2`, which
+comes with the package, is such a folder.
 
 Left out: several ranks (generation and training take turns on one device), prompts of other tasks.
 
-How to run: `minitlt warmup 01_smollm2_cpu --seconds 300 --out drafters/smollm2`.
+How to run: `minitlt warmup 07_smollm2_warmup --seconds 1500 --out drafters/smollm2`.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def warm_up(
         trainer.buffer.next_step()
         parts.proposer.reload()
         engine.bandit.renew(parts.proposer.name)
-        save_drafter(folder, trainer.drafter)
+        save_drafter(folder, trainer.drafter, small=True)
         say(
             f"{time.monotonic() - started:.0f} s: round {num_round}, {stats.tokens} tokens, accept "
             f"length {stats.accept_length:.2f}; {trainer.version} train steps, acceptance there "

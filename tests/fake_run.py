@@ -242,8 +242,15 @@ class _Fake:
                     source_rank=rank,
                     seconds=0.002,
                     drafter_steps=count,
+                )
+                straggler.write(
+                    "swap_result",
+                    step=step,
+                    version=self.version,
                     accept_before=1.8,
                     accept_after=1.95,
+                    row_steps_before=120,
+                    row_steps_after=80,
                 )
         log.write(
             "harvest_end",

@@ -287,10 +287,8 @@ def test_vocabulary_refresh_keeps_trained_rows():
     average = moments["head.exp_avg"].clone()
     counts = torch.zeros(W, dtype=torch.int64)
     counts[[5, 8, 20, 3]] = torch.tensor([9, 8, 7, 6])
-    assert trainer.coverage(counts) == pytest.approx(17 / 30)
     assert trainer.refresh_vocab(counts)
     assert drafter.ids_V.tolist() == [3, 5, 8, 20]
-    assert trainer.coverage(counts) == 1.0
     head, target = drafter.head.detach(), drafter._target.head
     assert torch.equal(head[1:3], trained[1:3])  # 5 and 8 stay
     assert torch.equal(head[0], target[3]) and torch.equal(head[3], target[20])
@@ -298,6 +296,21 @@ def test_vocabulary_refresh_keeps_trained_rows():
     assert not moments["head.exp_avg"][[0, 3]].any()
     assert torch.equal(drafter.target_rows(), target[[3, 5, 8, 20]])
     assert not trainer.refresh_vocab(counts)  # nothing to gain
+
+
+def test_another_ranks_vocabulary_is_taken_whole():
+    """What the first rank chose from its rows replaces what another would have chosen."""
+    ours, theirs = (
+        DrafterTrainer(make_drafter(23), make_buffer(rows=[(2, 40, seed)]), config(vocab_gain=0.0))
+        for seed in (1, 2)
+    )
+    for trainer in (ours, theirs):
+        with torch.no_grad():
+            trainer.drafter.head.copy_(trainer.drafter.target_rows())
+    assert ours.choose_vocab() != theirs.choose_vocab()
+    theirs.set_vocab(ours.choose_vocab())
+    assert torch.equal(theirs.drafter.ids_V, ours.drafter.ids_V)
+    assert torch.equal(theirs.drafter.head, ours.drafter.head)
 
 
 def test_vocabulary_is_not_changed_for_little():

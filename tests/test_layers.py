@@ -19,11 +19,11 @@ ALLOWED = {
     "target": {"draft", "kernels"},
     "spec": {"draft", "kernels", "target"},
     # the drafter and its training; spec and drafter never import each other
-    "eagle3": {"draft", "kernels"},
+    "eagle3": {"draft", "kernels", "swap"},
     "ngram": {"draft", "eagle3"},
     "drafter": {"draft", "kernels", "eagle3", "ngram"},
     "distill": {"kernels", "eagle3"},
-    "export": {"eagle3", "drafter"},
+    "export": {"eagle3", "drafter", "swap"},
     "ranks": set(),
     "swap": set(),
     "spot": {"ranks", "swap"},

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from trl import GRPOTrainer
 from minitlt.config import ConfigError, RolloutConfig
 from minitlt.events import EventLog, check_event, read_events, table
 from minitlt.launch import free_port
-from minitlt.rl import full_parameters, sampling_params
+from minitlt.rl import Speculation, full_parameters, sampling_params
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
 
@@ -238,3 +239,15 @@ def test_a_short_rank_harvests_its_idle_window(model_dir, tmp_path):
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
+
+
+def test_every_hot_swap_says_what_it_changed():
+    """40 tokens in 20 row-steps, swap, 30 in 10, swap, 8 in 2."""
+    stats = SimpleNamespace(tokens=78, row_steps=32)
+    parts = Speculation(SimpleNamespace(stats=stats), None, None, None, None)
+    parts.swaps = [(7, 40, 20), (9, 70, 30)]
+    first, second = parts.swap_results()
+    assert (first["version"], first["accept_before"], first["accept_after"]) == (7, 2.0, 3.0)
+    assert (second["version"], second["accept_before"], second["accept_after"]) == (9, 3.0, 4.0)
+    assert (second["row_steps_before"], second["row_steps_after"]) == (10, 2)
+    assert parts.swap_results() == []

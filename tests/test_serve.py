@@ -283,7 +283,9 @@ def test_warm_up_trains_a_drafter_that_runs_can_start_from(model_dir, tmp_path):
     assert parts.trainer.version == 25, "it stops at --steps"
     saved = load_drafter(tmp_path / "warm")
     for name, tensor in parts.trainer.tensors().items():
-        assert torch.equal(dict(saved.named_parameters())[name], tensor)
+        rounding = float(tensor.detach().abs().max()) / 253  # it is stored in int8
+        got = dict(saved.named_parameters())[name]
+        torch.testing.assert_close(got, tensor, rtol=0, atol=rounding if tensor.dim() == 2 else 0)
         assert not torch.equal(before[name], tensor), f"{name} was not trained"
     assert "acceptance there" in said[-1] and "25 train steps" in said[-1]
     started = start_drafter(model, parts.engine.target, DrafterConfig(start=str(tmp_path / "warm")))

@@ -1,0 +1,558 @@
+"""The drafter and its idle time, measured on a run of the product.
+
+    python benchmarks/drafter.py [--quick] [--steps 36] [--run DIR] [--out FILE]
+
+1. `minitlt train` runs the default recipe: 2 ranks of one thread, SmolLM2, a drafter from nothing
+   (--run takes a finished run instead; it must have checkpoints). From its log alone: the part of
+   the idle windows that was harvested, how long train steps outlived them, accept lengths before
+   and after hot swaps, and the simulator's error (costs from the odd steps, replayed on the even).
+2. Fresh rollouts of the final policy, the same for all, once with the run's drafter, once with the
+   copy of it that was saved after a third of the run, once with n-grams: tokens must be equal.
+3. Acceptance at position 1 on fresh tokens at T = 1: the coupled chain, eight children, and
+   the optimum 1 - TV; of the run's drafter, of one that learns from nothing for 5 CPU-minutes
+   on the rollouts in the run's own replay buffers, and of the shipped warm drafter, before and
+   after the same minutes.
+4. Two ranks decode fixed rows twice, with harvesting on and off: what it costs the straggler, and
+   what the swaps bring it.
+
+The last line is one JSON object. Timings mean nothing while other work runs on the machine.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # for rollout.py beside this file
+
+Event = dict[str, Any]
+DRAWS = 4  # noise draws per fresh position
+CHILDREN = 8
+TASK_SEED = 1001  # of fresh prompts; the recipe's are drawn with another
+PAIR_TOKENS = 160  # of the straggler's rows in part 4
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    if options.pair:
+        return pair_rank(options)
+    from minitlt.events import read_events
+
+    torch.set_num_threads(1)
+    run = options.run or train(options)
+    events = read_events(run / "events.jsonl")
+    result: dict[str, Any] = {"benchmark": "drafter", **machine(options), "run": facts(events)}
+    result |= {**idle(events), **swaps(events), **simulator(events)}
+    report("from the log", result)
+    lab = Lab(run, options)
+    for part in (lab.by_position, lab.best_tree, lab.cold, lab.warm, lab.storage, lab.packing):
+        values = part()
+        report(part.__name__, values)
+        result |= values
+    values = pair(options)
+    report("pair", values)
+    result |= values
+    text = json.dumps(result)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text + "\n")
+    print(text)
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--quick", action="store_true", help="few steps, few rows")
+    parser.add_argument("--steps", type=int, default=0, help="RL steps; 0: 36, quick: 3")
+    parser.add_argument("--run", type=Path, help="a finished run folder with checkpoints")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--pair", type=Path, help=argparse.SUPPRESS)  # one rank of part 4
+    options = parser.parse_args(argv)
+    options.steps = options.steps or (3 if options.quick else 36)
+    options.rows = 8 if options.quick else 64
+    options.seconds = 10.0 if options.quick else 300.0
+    options.rounds = 2 if options.quick else 6
+    return options
+
+
+def report(name: str, values: dict[str, Any]) -> None:
+    print(name, json.dumps(values), flush=True)
+
+
+def machine(options: argparse.Namespace) -> dict[str, Any]:
+    import rollout
+
+    return rollout.machine(argparse.Namespace(threads=1, new=0, repeats=1)) | {
+        "ranks": 2,
+        "steps": options.steps,
+        "quick": options.quick,
+        "seeds": {"run": 7, "fresh_task": TASK_SEED, "keys": 0, "drafter": 0},
+    }
+
+
+def train(options: argparse.Namespace) -> Path:
+    """The run itself, through the command line; returns its folder."""
+    folder = Path(tempfile.mkdtemp(prefix="drafter-bench-")) / "run"
+    third = max(options.steps // 3, 1)
+    command = [
+        sys.executable, "-m", "minitlt.cli", "train", "01_smollm2_cpu", "--run-dir", str(folder),
+        "--nproc", "2", "--max_steps", str(options.steps), "--save_steps", str(third),
+        "--save_total_limit", "9", "--save_only_model", "true",
+    ]  # fmt: skip
+    if options.quick:
+        command += ["--max_completion_length", "48", "--gradient_accumulation_steps", "1"]
+    started = time.perf_counter()
+    with open(folder.parent / "train.log", "w") as log:
+        subprocess.run(command, check=True, stdout=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    print(f"{' '.join(command[2:])}: {time.perf_counter() - started:.0f} s", flush=True)
+    return folder
+
+
+# From the log. Pure functions of its events.
+
+
+def facts(events: list[Event]) -> dict[str, Any]:
+    """What kind of run this was."""
+    ends = [e for e in events if e["event"] == "rollout_end"]
+    updates = [e for e in events if e["event"] == "update"]
+    third = max(len(updates) // 3, 1)
+    steps = sorted({e["step"] for e in ends})
+    first, last = steps[:third], steps[-third:]
+
+    def accept(which: list[int]) -> float:
+        part = [e for e in ends if e["step"] in which]
+        return sum(e["tokens"] for e in part) / sum(e["tokens"] / e["accept_len"] for e in part)
+
+    return {
+        "steps": len(updates),
+        "tokens": sum(e["tokens"] for e in ends),
+        "reward_first_third": mean(e["reward"] for e in updates[:third]),
+        "reward_last_third": mean(e["reward"] for e in updates[-third:]),
+        "accept_first_third": accept(first),
+        "accept_last_third": accept(last),
+        "step_seconds": mean(e["step_seconds"] for e in updates),
+    }
+
+
+def idle(events: list[Event]) -> dict[str, Any]:
+    """Harvested over available seconds; overshoot over the length of a train step, median."""
+    ends = [e for e in events if e["event"] == "harvest_end"]
+    worked = [e for e in ends if e["drafter_steps"]]
+    step_s = [(e["harvested_s"] + e["overshoot_s"]) / e["drafter_steps"] for e in worked]
+    available = sum(e["available_s"] for e in ends)
+    return {
+        "harvest_fraction": sum(e["harvested_s"] for e in ends) / available if available else 0.0,
+        "overshoot_over_step_median": median(
+            e["overshoot_s"] / s for e, s in zip(worked, step_s, strict=True)
+        ),
+        "idle_available_s": available,
+        "idle_harvested_s": sum(e["harvested_s"] for e in ends),
+        "drafter_steps": sum(e["drafter_steps"] for e in ends),
+        "drafter_step_seconds": mean(step_s),
+    }
+
+
+def swaps(events: list[Event]) -> dict[str, Any]:
+    """Accept length of the straggler's verify steps before a hot swap and after it, summed over
+    all swaps that have both; also how many there were and how long decoding paused."""
+    results = [
+        e for e in events
+        if e["event"] == "swap_result" and e["row_steps_before"] and e["row_steps_after"]
+    ]  # fmt: skip
+    pauses = [e["seconds"] for e in events if e["event"] == "swap"]
+
+    def accept(side: str) -> float:
+        weights = [e[f"row_steps_{side}"] for e in results]
+        values = [e[f"accept_{side}"] for e in results]
+        return sum(w * v for w, v in zip(weights, values, strict=True)) / max(sum(weights), 1)
+
+    return {
+        "swap_accept_before": accept("before"),
+        "swap_accept_after": accept("after"),
+        "swaps": len(pauses),
+        "swap_seconds": mean(pauses) if pauses else 0.0,
+    }
+
+
+def simulator(events: list[Event]) -> dict[str, Any]:
+    """Out of sample: relative error of the mean step's seconds."""
+    from minitlt.simulate import foretell, simulate
+
+    told, seen = foretell(events)
+    table = simulate(events, ranks=8, nodes=1) + simulate(events, ranks=8, nodes=8)
+    return {"simulator_error": abs(told - seen) / seen, "simulated": table}
+
+
+# On fresh tokens.
+
+
+@torch.no_grad()
+def acceptance(drafter: Any, rows: list[Any], children: int = CHILDREN) -> dict[str, float]:
+    """Of the first draft at T = 1, over all response positions of these rows (with their taps).
+
+    chain: the coupled chain's draft is the target's token. children: one of the best `children`
+    drafts is. optimum: sum_v min(p, q), 1 - TV. coverage: the target's mass on the draft's tokens.
+    """
+    from minitlt.distill import Window, make_pack
+    from minitlt.kernels import gumbel_topk, row_key
+
+    head = drafter.target_head().float()
+    sums, total = dict.fromkeys(("chain", "children", "optimum", "coverage"), 0.0), 0
+    drafter.reserve_positions(max(row.num_tokens for row in rows) + 2)
+    for index, row in enumerate(rows):
+        start, stop = row.prompt_len - 1, row.num_tokens - 2  # pairs that hold a response token
+        pack, hidden_JH, _ = make_pack([Window(row, 0, start, stop)], 1, head.device)
+        logits_NV = drafter.logits(drafter.unroll(pack, 1)[0])
+        target_NW = hidden_JH.float() @ head.T
+        p_NV = target_NW.softmax(-1)[:, drafter.ids_V]
+        sums["optimum"] += float(torch.minimum(p_NV, logits_NV.softmax(-1)).sum())
+        sums["coverage"] += float(p_NV.sum())
+        at_N, ones_N = torch.arange(start + 2, stop + 2), torch.ones(stop - start)
+        for draw in range(DRAWS):
+            keys_N = torch.full_like(at_N, row_key(0, draw, index))
+            token_N1 = gumbel_topk(target_NW, keys_N, at_N, ones_N, 1)[0]
+            drafts_Nk = gumbel_topk(logits_NV, keys_N, at_N, ones_N, children, drafter.ids_V)[0]
+            hit_Nk = drafts_Nk == token_N1
+            sums["chain"] += float(hit_Nk[:, 0].sum()) / DRAWS
+            sums["children"] += float(hit_Nk.any(1).sum()) / DRAWS
+        total += stop - start
+    return {name: value / total for name, value in sums.items()} | {"tokens": total}
+
+
+class Lab:
+    """The run's final policy, its drafters, and fresh rows that none of them has seen."""
+
+    def __init__(self, run: Path, options: argparse.Namespace) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from minitlt.config import DEFAULT_RECIPE, find_recipe, load_config
+        from minitlt.tasks import encode_prompt, load_task
+
+        self.run, self.options = run, options
+        self.model = AutoModelForCausalLM.from_pretrained(run / "policy", dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(run / "policy")
+        self.stop = tokenizer.eos_token_id
+        recipe = load_config(find_recipe(DEFAULT_RECIPE))
+        task = {**recipe.task["options"], "seed": TASK_SEED, "size": 64}
+        rows = load_task(recipe.task["name"], **task).rows
+        self.prompts = [encode_prompt(tokenizer, row["prompt"]) for row in rows]
+        self.fresh = self.rows_of(self.prompts[: options.rows])
+        self.trained: dict[str, Any] = {}
+
+    def parts(self, start: str, arms: list[str], **drafter: Any) -> Any:
+        from minitlt.config import RolloutConfig
+        from minitlt.eagle3 import DrafterConfig
+        from minitlt.rl import build_speculation
+        from minitlt.spot import SpotConfig
+
+        return build_speculation(
+            self.model,
+            RolloutConfig(dtype="fp32", arms=arms),
+            DrafterConfig(start=start, **{"buffer_tokens": 10**6, **drafter}),
+            SpotConfig(mode="off"),
+            device=torch.device("cpu"),
+        )
+
+    def params(self, tokens: int = 0) -> Any:
+        from minitlt.spec import SamplingParams
+
+        most = tokens or (48 if self.options.quick else 128)
+        return SamplingParams(max_new_tokens=most, stop_ids=(self.stop,))
+
+    def keys(self, num: int, generation: int) -> list[int]:
+        from minitlt.kernels import row_key
+
+        return [row_key(0, generation, i) for i in range(num)]
+
+    def rows_of(self, prompts: list[list[int]]) -> list[Any]:
+        """Completions of the policy with their taps, plainly decoded, 32 rows at a time."""
+        parts = self.parts("target", ["off"])
+        parts.engine.max_rows = 32
+        parts.engine.generate(prompts, self.params(), self.keys(len(prompts), 1))
+        return list(parts.trainer.buffer.rows)
+
+    def saved(self, which: int) -> list[dict[str, Any]]:
+        """What the ranks' drafter trainers saved in a checkpoint: 0 the newest, -1 the oldest."""
+        from safetensors.torch import load_file
+
+        from minitlt.run import checkpoints
+
+        folder = checkpoints(self.run / "checkpoints")[which] / "minitlt"
+        states = [load_file(path) for path in sorted(folder.glob("rank*.safetensors"))]
+        return [
+            {n.removeprefix("trainer."): t for n, t in s.items() if n.startswith("trainer.")}
+            for s in states
+        ]
+
+    def frozen(self) -> Path:
+        """The drafter as it was after a third of the run, saved where `drafter.start` finds it."""
+        from minitlt.eagle3 import load_drafter, save_drafter
+
+        drafter, state = load_drafter(self.run / "drafter"), self.saved(-1)[0]
+        drafter.load_state_dict({n: state[f"drafter.{n}"] for n in drafter.state_dict()})
+        return save_drafter(self.run / "frozen", drafter).parent
+
+    def by_position(self) -> dict[str, Any]:
+        """Identical fresh rollouts, one engine per drafter."""
+        sources = {
+            "adaptive": (str(self.run / "drafter"), "eagle-4"),
+            "frozen": (str(self.frozen()), "eagle-4"),
+            "ngram": ("target", "ngram-4"),
+        }
+        num = 8 if self.options.quick else 32
+        # Groups of eight, as in training: n-grams live from siblings.
+        prompts = [p for p in self.prompts[: num // 8] for _ in range(8)]
+        positions: dict[str, list[float]] = {}
+        lengths, texts = {}, []
+        for name, (start, arm) in sources.items():
+            engine = self.parts(start, [arm]).engine
+            engine.max_rows = 8
+            rollout = engine.generate(prompts, self.params(), self.keys(num, 2))
+            positions[name] = rollout.stats.accept_by_position
+            lengths[name] = rollout.stats.accept_length
+            texts.append(rollout.completion_ids)
+        assert texts[0] == texts[1] == texts[2], "the drafters' rollouts differ"
+        return {"accept_by_position": positions, "accept_length": lengths}
+
+    def best_tree(self) -> dict[str, Any]:
+        """Accept length of the run's drafter at batch 1, by the tree's shape."""
+        num = 2 if self.options.quick else 12
+        found = {}
+        for arm, nodes in (("eagle-4", 4), ("eagle-3x4", 16), ("eagle-4x8", 40), ("eagle-5x8", 63)):
+            engine = self.parts(str(self.run / "drafter"), [arm], tree_nodes=nodes).engine
+            engine.max_rows = 1
+            rollout = engine.generate(self.prompts[:num], self.params(), self.keys(num, 3))
+            found[f"{arm}/{nodes}"] = rollout.stats.accept_length
+        return {"best_tree_accept_length": max(found.values()), "trees": found}
+
+    def harvest(self, start: str) -> dict[str, Any]:
+        """Trains a drafter on all that the run's replay buffers hold at its end, for `seconds` of
+        CPU; its acceptance on fresh tokens before and after."""
+        from minitlt.distill import ReplayBuffer
+
+        parts = self.parts(start, ["off"])
+        trainer, buffer = parts.trainer, parts.trainer.buffer
+        for state in self.saved(0):
+            one = ReplayBuffer(vocab_size=self.model.config.vocab_size)
+            one.load_state_dict(
+                {n.removeprefix("buffer."): t for n, t in state.items() if n.startswith("buffer.")}
+            )
+            for row in one.rows:
+                buffer.add(row.tokens_L.tolist(), row.prompt_len, row.features_NF, row.hidden_NH)
+        before = acceptance(parts.drafter, self.fresh)
+        trainer.refresh_vocab()
+        started = time.process_time()
+        while time.process_time() - started < self.options.seconds:
+            trainer.train_step()
+        return {
+            "start": before,
+            **acceptance(parts.drafter, self.fresh),
+            "cpu_seconds": self.options.seconds,
+            "train_steps": trainer.version,
+            "response_tokens": sum(r.num_tokens - r.prompt_len for r in buffer.rows),
+        }
+
+    def cold(self) -> dict[str, Any]:
+        run = self.parts(str(self.run / "drafter"), ["off"]).drafter
+        return {
+            "acceptance_pos1_run": acceptance(run, self.fresh),
+            "acceptance_pos1_cold": self.harvest("target"),
+        }
+
+    def warm(self) -> dict[str, Any]:
+        return {"acceptance_pos1_warm": self.harvest("smollm2")}
+
+    def storage(self) -> dict[str, Any]:
+        """Replay buffer at the end of the run; a checkpoint of the trainable tensors alone (what
+        training waits for, and until it is on the disk) against one of all that a drafter and its
+        optimizer hold, the target's two matrices included."""
+        from safetensors.torch import save_file
+        from torch.distributed import HashStore
+
+        from minitlt.spot import SpotTrainer
+
+        state = self.saved(0)[0]
+        taps = [t for n, t in state.items() if n in ("buffer.features", "buffer.hidden")]
+        trainer = self.parts(str(self.run / "drafter"), ["off"]).trainer
+        spot = SpotTrainer(trainer, HashStore(), 0, 1)
+        path = self.run / "selective.safetensors"
+        started = time.perf_counter()
+        written = spot.checkpoint(path)
+        blocked = time.perf_counter() - started
+        written.result()
+        selective = time.perf_counter() - started
+        spot.close()
+        full = {f"drafter.{n}": t.detach().clone() for n, t in trainer.tensors().items()}
+        full |= {f"optimizer.{n}": t for n, t in trainer.optimizer_tensors().items()}
+        full |= {"embed": self.model.get_input_embeddings().weight.detach().clone()}
+        full |= {"lm_head": self.model.get_output_embeddings().weight.detach().clone()}
+        everything = self.run / "full.safetensors"
+        started = time.perf_counter()
+        save_file(full, everything)
+        with open(everything, "rb") as file:
+            os.fsync(file.fileno())
+        return {
+            "buffer_bytes": sum(t.nbytes for t in taps),
+            "buffer_tokens": len(state["buffer.tokens"]),
+            "checkpoint_full_seconds": time.perf_counter() - started,
+            "checkpoint_full_bytes": everything.stat().st_size,
+            "checkpoint_selective_seconds": selective,
+            "checkpoint_selective_blocked_seconds": blocked,
+            "checkpoint_selective_bytes": path.stat().st_size,
+        }
+
+    def packing(self) -> dict[str, Any]:
+        """A train step over rows as they are against the same rows padded to the longest."""
+        from minitlt.distill import Row, Window
+
+        rows = self.fresh[:16]
+        longest = max(row.num_tokens for row in rows)
+
+        def padded(row: Any) -> Any:
+            more = longest - row.num_tokens
+
+            def pad(tensor: torch.Tensor) -> torch.Tensor:
+                return torch.cat([tensor, tensor[-1:].expand(more, *tensor.shape[1:])])
+
+            return Row(pad(row.tokens_L), row.prompt_len, pad(row.features_NF),
+                       pad(row.hidden_NH), 0)  # fmt: skip
+
+        trainer, seconds = self.parts("target", ["off"]).trainer, {}
+        for name, batch in (("packed", rows), ("padded", [padded(row) for row in rows])):
+            windows = [Window(r, 0, r.prompt_len - 2, r.num_tokens - 2) for r in batch]
+            times = []
+            for _ in range(3):
+                started = time.perf_counter()
+                trainer.loss(windows)[0].backward()
+                times.append(time.perf_counter() - started)
+            seconds[name] = min(times)
+        return {
+            "packing_seconds": seconds,
+            "packing_speedup": seconds["padded"] / seconds["packed"],
+            "padded_batch_fill": sum(r.num_tokens for r in rows) / (len(rows) * longest),
+        }
+
+
+# Two ranks, the same rows with harvesting on and off.
+
+
+def pair(options: argparse.Namespace) -> dict[str, Any]:
+    """Starts both ranks of part 4 and returns what rank 1, the straggler, measured."""
+    folder = Path(tempfile.mkdtemp(prefix="drafter-pair-"))
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+           "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    command = [sys.executable, __file__, "--pair", str(folder)] + ["--quick"] * options.quick
+    ranks = [subprocess.Popen(command, env={**env, "RANK": str(rank)}) for rank in range(2)]
+    try:
+        if any(rank.wait(timeout=900) for rank in ranks):
+            raise RuntimeError("a rank of part 4 failed; its error is above")
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return dict(json.loads((folder / "straggler.json").read_text()))
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def pair_rank(options: argparse.Namespace) -> int:
+    """Rank 0 is done after 16 tokens, rank 1 after 160; every pair of rounds has equal rows.
+
+    With the arm `off` the difference in seconds is the price of harvesting (a neighbour that
+    computes, publishes and is swapped in); with a chain the drafter begins each round as the
+    target's copy, and the accept length says what the swaps were worth.
+    """
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    rounds = PairRounds(rank)
+    rounds.play("off", 0, harvest=True)  # the buffers fill, everything is touched once
+    seconds = {True: 0.0, False: 0.0}
+    for number in range(options.rounds):
+        order = (True, False) if number % 2 else (False, True)
+        for harvest in order:
+            seconds[harvest] += rounds.play("off", 1 + number, harvest=harvest).seconds
+    accept = {h: rounds.play("eagle-3", 99, harvest=h).accept_length for h in (False, True)}
+    if rank == 1:
+        (options.pair / "straggler.json").write_text(json.dumps({
+            "straggler_slowdown": seconds[True] / seconds[False] - 1,
+            "straggler_seconds": {"harvesting": seconds[True], "idle": seconds[False]},
+            "same_rows_accept_length": {"swaps": accept[True], "no_swaps": accept[False]},
+        }))  # fmt: skip
+    rounds.parts.spot.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+class PairRounds:
+    """One rank's engine, rows and drafter for part 4."""
+
+    def __init__(self, rank: int) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from minitlt.config import DEFAULT_RECIPE, RolloutConfig, find_recipe, load_config
+        from minitlt.eagle3 import DrafterConfig
+        from minitlt.models import resolve_model
+        from minitlt.rl import build_speculation
+        from minitlt.spot import SpotConfig
+        from minitlt.tasks import encode_prompt, load_task
+
+        recipe = load_config(find_recipe(DEFAULT_RECIPE))
+        folder = resolve_model(recipe.trl["model_name_or_path"])
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.parts = build_speculation(
+            model, RolloutConfig(dtype="fp32", arms=["off", "eagle-3"]), DrafterConfig(),
+            SpotConfig(), device=torch.device("cpu"), rank=rank, world_size=2,
+        )  # fmt: skip
+        self.rank, tensors = rank, self.parts.trainer.tensors()
+        self.start = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        rows = load_task(recipe.task["name"], **recipe.task["options"]).rows
+        self.prompts = [encode_prompt(tokenizer, row["prompt"]) for row in rows[:4]]
+
+    def play(self, arm: str, number: int, *, harvest: bool) -> Any:
+        """One rollout and, with `harvest`, the idle window behind it; the rollout's stats."""
+        import torch.distributed as dist
+
+        from minitlt.kernels import row_key
+        from minitlt.spec import Arm, Bandit, SamplingParams
+
+        parts = self.parts
+        parts.trainer.load(self.start, 0)
+        with torch.no_grad():  # the head has the rows of the vocabulary chosen since
+            parts.drafter.head.copy_(parts.drafter.target_rows())
+        for moment in parts.trainer.optimizer_tensors().values():
+            moment.zero_()
+        parts.proposer.reload()
+        parts.engine.bandit = Bandit([Arm.parse(arm)])
+        parts.engine.on_step = parts.between_steps if harvest else None
+        tokens = PAIR_TOKENS if self.rank else 16
+        keys = [row_key(0, 50 + number, 4 * self.rank + i) for i in range(4)]
+        dist.barrier()
+        if harvest:
+            parts.spot.begin(number + 1)
+        stats = parts.engine.generate(self.prompts, SamplingParams(tokens), keys).stats
+        if harvest:
+            parts.spot.harvest(number + 1)
+        dist.barrier()
+        return stats
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Warm drafters, by the name that `drafter.start` takes: one folder each."""
