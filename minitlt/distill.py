@@ -261,6 +261,7 @@ class DrafterTrainer:
         self.drafter, self.buffer = drafter, buffer
         self.config = config = config or DrafterConfig()
         self.version = 0
+        self.rate_scale = 1.0  # a schedule of the owner's, e.g. warm-up's fall to the end
         buffer.target_head = drafter.target_head
         self.random = torch.Generator().manual_seed(config.seed)
         self._size = float(config.pack_tokens or _FIRST_SIZE)
@@ -304,7 +305,7 @@ class DrafterTrainer:
         if math.isfinite(value) and math.isfinite(norm.item()):
             warm = min(1.0, (self.version + 1) / max(self.config.warmup_steps, 1))
             for group in self.optimizer.param_groups:
-                group["lr"] = group["rate"] * warm
+                group["lr"] = group["rate"] * warm * self.rate_scale
             self.optimizer.step()
             self.version += 1
         seconds = time.perf_counter() - started

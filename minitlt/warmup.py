@@ -3,9 +3,9 @@
 The idea. A drafter that starts from nothing needs some steps of RL before it pays. The same data is
 there before: rounds of generation on the task's own prompts, with the recipe's own sampling, each
 followed by as many seconds of training on what it generated. The drafter drafts from its second
-round on, so generation gets faster as it learns. It is saved (in int8) after every round; what
-was saved begins RL with `drafter.start: FOLDER`, or another warm-up. `drafters/smollm2`, which
-comes with the package, is such a folder.
+round on, so generation gets faster as it learns; learning rates fall to the end. It is saved (in
+int8) after every round; what was saved begins RL with `drafter.start: FOLDER`, or another warm-up.
+`drafters/smollm2`, which comes with the package, is such a folder.
 
 Left out: several ranks (generation and training take turns on one device), prompts of other tasks.
 
@@ -111,7 +111,7 @@ def warm_up(
         until = time.monotonic() + round_seconds
         if end - until < 2 * round_seconds:  # no time for another round: train to the end
             until = end
-        done = _train(trainer, until, steps)
+        done = _train(trainer, until, steps, lambda: (end - time.monotonic()) / seconds)
         trainer.buffer.next_step()
         parts.proposer.reload()
         engine.bandit.renew(parts.proposer.name)
@@ -123,10 +123,14 @@ def warm_up(
         )
 
 
-def _train(trainer: DrafterTrainer, until: float, steps: int) -> dict[str, Any]:
-    """Train steps until this time; what the last one said."""
+def _train(
+    trainer: DrafterTrainer, until: float, steps: int, left: Callable[[], float]
+) -> dict[str, Any]:
+    """Train steps until this time; what the last one said. The learning rates fall with the part
+    of all time that is left."""
     done: dict[str, Any] = {}
     while time.monotonic() < until and trainer.version < steps:
+        trainer.rate_scale = max(left(), 0.02)
         done = trainer.train_step()
         if not done["tokens"]:
             break
