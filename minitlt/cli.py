@@ -249,9 +249,10 @@ def recipes() -> None:
     """
     from minitlt.config import recipe_paths
 
-    for name, path in recipe_paths().items():
+    found = recipe_paths()
+    for name, path in found.items():
         first = path.read_text(encoding="utf-8").splitlines()[0]
-        print(f"{name:24} {first.lstrip('# ')}")
+        print(f"{name:{max(map(len, found))}}  {first.lstrip('# ')}")
 
 
 @app.command()
@@ -273,8 +274,8 @@ def copy(
         with target.open("x", encoding="utf-8") as file:
             file.write(source.read_text(encoding="utf-8"))
     except OSError as error:
-        _fail(f"cannot write {target}: {error.strerror}")
-    print(f"{target}; run it with: minitlt train --config {target}")
+        _fail(f"cannot write {target}: {error.strerror}; choose another name or folder")
+    print(f"wrote {target}; run it with: minitlt train --config {target}")
 
 
 @app.command()

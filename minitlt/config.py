@@ -312,6 +312,8 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
     kind = origin or hint
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if kind in (str, list, tuple) and value is False:
+        value = "off"  # YAML 1.1 reads a bare `off` as false
     if kind in (list, tuple):
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",")]
@@ -319,8 +321,6 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
             raise ConfigError(f"{where}: expected a list, not {value!r}")
         inner = (typing.get_args(hint) or (Any,))[0]
         return kind(coerce(item, inner, where) for item in value)
-    if kind is str and value is False:
-        return "off"  # YAML 1.1 reads a bare `off` as false
     if kind not in _TYPE_NAMES:
         return value
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):

@@ -173,27 +173,22 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     def change(first: str, last: str) -> str:
         return f"{number(summary.get(first))} -> {number(summary.get(last))}"
 
+    accept = "tokens per verify step and row, likewise"
     rows = [
         ("Reward", change("reward_first", "reward_last"), "mean, first third -> last third"),
-        (
-            "Accept length",
-            change("accept_first", "accept_last"),
-            "tokens per verify step and row, first third -> last third",
-        ),
+        ("Accept length", change("accept_first", "accept_last"), accept),
     ]
     plain, spec = summary.get("tok_s_plain"), summary.get("tok_s_spec")
     if plain and spec:
-        gain = f"plain -> speculative on the same rollouts: {spec / plain:.2f} x"
+        gain = f"plain -> speculative, same rows: {spec / plain:.2f} x"
         rows.append(("Tokens per second", change("tok_s_plain", "tok_s_spec"), gain))
     available, harvested = summary["idle_available_s"], summary["idle_harvested_s"]
     share = f" ({harvested / available:.0%})" if available else ""
-    waited = "ranks that were done waiting for the last one, summed over ranks"
-    rows.append(("Idle time", f"{number(available)} s", waited))
+    rows.append(("Idle time", f"{number(available)} s", "ranks waiting for the last one, summed"))
     rows.append(("Harvested", f"{number(harvested)} s", f"of it, for drafter steps{share}"))
     rows.append(("Drafter steps", number(summary["drafter_steps"]), "summed over ranks"))
-    if summary.get("token_mismatches") is not None:
-        meaning = "sample rows generated again, plain against speculative (0 = lossless)"
-        rows.append(("Token mismatches", number(summary["token_mismatches"]), meaning))
+    if (odd := summary.get("token_mismatches")) is not None:
+        rows.append(("Token mismatches", number(odd), "plain against speculative (0 = lossless)"))
     wall = f"in {duration(summary['wall_s'])} (minutes:seconds)"
     rows.append(("Steps", number(summary["steps"]), wall))
     return rows

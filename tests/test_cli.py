@@ -172,7 +172,8 @@ def test_blocks_are_typed():
         "off",
         "ngram-2",
     ]
-    assert build(RolloutConfig, {"arms": [False]}, "rollout").arms == ["off"]
+    for off in (False, [False]):  # YAML's reading of a bare off
+        assert build(RolloutConfig, {"arms": off}, "rollout").arms == ["off"]
     for bad, message in [
         ({"window": 2.5}, "a whole number"),
         ({"window": True}, "a whole number"),
