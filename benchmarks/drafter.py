@@ -1,6 +1,6 @@
 """The drafter and its idle time, measured on a run of the product.
 
-    python benchmarks/drafter.py [--quick] [--steps 36] [--run DIR] [--out FILE]
+    python benchmarks/drafter.py [--quick] [--steps 36] [--run DIR] [--parts log ..] [--out FILE]
 
 1. `minitlt train` runs the default recipe: 2 ranks of one thread, SmolLM2, a drafter from nothing
    (--run takes a finished run instead; it must have checkpoints). From its log alone: the part of
@@ -15,7 +15,9 @@
 4. Two ranks decode fixed rows twice, with harvesting on and off: what it costs the straggler, and
    what the swaps bring it.
 
-The last line is one JSON object. Timings mean nothing while other work runs on the machine.
+The last line is one JSON object. What has been measured is kept in RUN/benchmark.json, so with
+--run and --parts the rest can follow later. Timings (parts 1 and 4) mean nothing while other work
+runs on the machine; 2 and 3 count tokens and CPU seconds.
 """
 
 import argparse
@@ -38,6 +40,8 @@ DRAWS = 4  # noise draws per fresh position
 CHILDREN = 8
 TASK_SEED = 1001  # of fresh prompts; the recipe's are drawn with another
 PAIR_TOKENS = 160  # of the straggler's rows in part 4
+LAB = ["by_position", "best_tree", "cold", "warm", "storage", "packing"]
+PARTS = ["log", "pair", *LAB]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,18 +52,19 @@ def main(argv: list[str] | None = None) -> int:
 
     torch.set_num_threads(1)
     run = options.run or train(options)
-    events = read_events(run / "events.jsonl")
-    result: dict[str, Any] = {"benchmark": "drafter", **machine(options), "run": facts(events)}
-    result |= {**idle(events), **swaps(events), **simulator(events)}
-    report("from the log", result)
-    lab = Lab(run, options)
-    for part in (lab.by_position, lab.best_tree, lab.cold, lab.warm, lab.storage, lab.packing):
-        values = part()
-        report(part.__name__, values)
-        result |= values
-    values = pair(options)
-    report("pair", values)
-    result |= values
+    events, lab = read_events(run / "events.jsonl"), Lab(run, options)
+    measure = {
+        "log": lambda: {"run": facts(events), **idle(events), **swaps(events), **simulator(events)},
+        "pair": lambda: pair(options),
+        **{name: getattr(lab, name) for name in LAB},
+    }
+    kept = run / "benchmark.json"
+    result = json.loads(kept.read_text()) if kept.exists() else {}
+    for name in options.parts:
+        values = measure[name]()
+        print(name, json.dumps(values), flush=True)
+        result |= {"benchmark": "drafter", **machine(options), **values}
+        kept.write_text(json.dumps(result))
     text = json.dumps(result)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -73,18 +78,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few steps, few rows")
     parser.add_argument("--steps", type=int, default=0, help="RL steps; 0: 36, quick: 3")
     parser.add_argument("--run", type=Path, help="a finished run folder with checkpoints")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--pair", type=Path, help=argparse.SUPPRESS)  # one rank of part 4
     options = parser.parse_args(argv)
     options.steps = options.steps or (3 if options.quick else 36)
     options.rows = 8 if options.quick else 64
-    options.seconds = 10.0 if options.quick else 300.0
+    options.seconds = 10.0 if options.quick else 180.0
     options.rounds = 2 if options.quick else 6
     return options
-
-
-def report(name: str, values: dict[str, Any]) -> None:
-    print(name, json.dumps(values), flush=True)
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
@@ -237,6 +239,7 @@ class Lab:
         from minitlt.tasks import encode_prompt, load_task
 
         self.run, self.options = run, options
+        self._fresh: list[Any] = []
         self.model = AutoModelForCausalLM.from_pretrained(run / "policy", dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(run / "policy")
         self.stop = tokenizer.eos_token_id
@@ -244,8 +247,12 @@ class Lab:
         task = {**recipe.task["options"], "seed": TASK_SEED, "size": 64}
         rows = load_task(recipe.task["name"], **task).rows
         self.prompts = [encode_prompt(tokenizer, row["prompt"]) for row in rows]
-        self.fresh = self.rows_of(self.prompts[: options.rows])
-        self.trained: dict[str, Any] = {}
+
+    @property
+    def fresh(self) -> list[Any]:
+        """Rows with taps that no drafter has seen."""
+        self._fresh = self._fresh or self.rows_of(self.prompts[: self.options.rows])
+        return self._fresh
 
     def parts(self, start: str, arms: list[str], **drafter: Any) -> Any:
         from minitlt.config import RolloutConfig
