@@ -11,11 +11,13 @@ How to run: `pytest tests/test_drafter.py -k draft_module`.
 Shape suffixes: B rows, T tree nodes (root included), N positions, F = 3H tapped width, H hidden.
 """
 
+import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
 MAX_NODES = 64  # ancestor sets are one int64 bit mask per node
 
 
@@ -43,6 +45,16 @@ class Taps:
 
     features_BNF: Tensor
     hidden_BNH: Tensor
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """Which hidden states feed the drafter: EAGLE-3's [2, L // 2, L - 3] (HF indexing, so entry i
+    is the input of layer i), clamped into 1..L-1 for models with fewer than 7 layers."""
+    if num_layers < 7:
+        logger.info("%d layers are fewer than EAGLE-3's taps expect: taps are clamped", num_layers)
+    top = max(num_layers - 1, 0)
+    low, mid, high = (min(max(i, 1), top) for i in (2, num_layers // 2, num_layers - 3))
+    return low, mid, high
 
 
 def chain_parents(num_drafts: int, device: torch.device | str | None = None) -> Tensor:

@@ -39,6 +39,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from minitlt.draft import default_taps
 from minitlt.swap import write_atomically
 
 FILE = "drafter.safetensors"
@@ -209,13 +210,6 @@ class Eagle3Config:
     @property
     def reduced(self) -> bool:
         return self.draft_vocab_size < self.vocab_size
-
-
-def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's [2, L // 2, L - 3], clamped into 1..L-1 for targets with fewer than 7 layers."""
-    top = max(num_layers - 1, 0)
-    low, mid, high = (min(max(i, 1), top) for i in (2, num_layers // 2, num_layers - 3))
-    return low, mid, high
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:

@@ -48,11 +48,6 @@ logger = logging.getLogger(__name__)
 
 LAYOUTS = ("sglang", "vllm", "speculators", "native")
 _IDS_KEY = "eagle_aux_hidden_state_layer_ids"
-_NORMS = {
-    "input_layernorm": "norm_in",
-    "hidden_norm": "norm_h",
-    "post_attention_layernorm": "norm_post",
-}
 _REFUSED = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 
 
@@ -100,30 +95,37 @@ def checkpoint_tensors(
     drafter: Eagle3Drafter, dtype: torch.dtype, layer: str = "layers.0"
 ) -> dict[str, Tensor]:
     """The weights under the names every engine reads. The head is the target's rows if not own."""
-    c = drafter.config
-    heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    q, k, v = drafter.qkv.split([heads, kv, kv])
-    gate, up = drafter.gate_up.chunk(2)
-    named = {
-        "fc.weight": drafter.fc,
-        f"{layer}.self_attn.q_proj.weight": q,
-        f"{layer}.self_attn.k_proj.weight": k,
-        f"{layer}.self_attn.v_proj.weight": v,
-        f"{layer}.self_attn.o_proj.weight": drafter.out,
-        f"{layer}.mlp.gate_proj.weight": gate,
-        f"{layer}.mlp.up_proj.weight": up,
-        f"{layer}.mlp.down_proj.weight": drafter.down,
-        "norm.weight": drafter.norm,
-        "lm_head.weight": drafter.target_rows() if drafter.head is None else drafter.head,
+    named = _pieces(drafter)
+    if drafter.head is None:
+        named["lm_head.weight"] = drafter.target_rows()
+    tensors = {
+        name.replace("layers.0", layer): tensor.to("cpu", dtype, copy=True)
+        for name, tensor in named.items()
     }
-    named |= {f"{layer}.{name}.weight": getattr(drafter, own) for name, own in _NORMS.items()}
-    tensors = {name: t.detach().to("cpu", dtype, copy=True) for name, t in named.items()}
-    if c.reduced:
+    if drafter.config.reduced:
         ids_V = drafter.ids_V.cpu()
-        known_W = torch.zeros(c.vocab_size, dtype=torch.bool)
+        known_W = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
         known_W[ids_V] = True
         tensors |= {"d2t": ids_V - torch.arange(len(ids_V)), "t2d": known_W}
     return tensors
+
+
+def _pieces(drafter: Eagle3Drafter) -> dict[str, Tensor]:
+    """The drafter's own weights under their published names: views, so they can be written to."""
+    c = drafter.config
+    heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    named = dict(zip("qkv", drafter.qkv.split([heads, kv, kv]), strict=True))
+    named = {f"self_attn.{name}_proj": part for name, part in named.items()}
+    named["self_attn.o_proj"] = drafter.out
+    named["mlp.gate_proj"], named["mlp.up_proj"] = drafter.gate_up.chunk(2)
+    named["mlp.down_proj"] = drafter.down
+    named["input_layernorm"], named["hidden_norm"] = drafter.norm_in, drafter.norm_h
+    named["post_attention_layernorm"] = drafter.norm_post
+    named = {f"layers.0.{name}": tensor for name, tensor in named.items()}
+    named |= {"fc": drafter.fc, "norm": drafter.norm}
+    if drafter.head is not None:
+        named["lm_head"] = drafter.head
+    return {f"{name}.weight": tensor.detach() for name, tensor in named.items()}
 
 
 def _layer_config(config: Eagle3Config) -> dict[str, Any]:
@@ -274,9 +276,9 @@ def _read_taps(values: dict[str, Any], target: Eagle3Config, layout: str) -> tup
 
 def _load_tensors(drafter: Eagle3Drafter, tensors: dict[str, Tensor]) -> None:
     """Copies by name, strictly: every tensor is known and every weight is there."""
-    wanted = set(_names(drafter))
-    ignored = {"embed_tokens.weight"}  # the target's own table is used
-    unknown, missing = set(tensors) - wanted - ignored, wanted - set(tensors)
+    own = _pieces(drafter)
+    wanted = set(own) | ({"d2t", "t2d"} if drafter.config.reduced else set())
+    unknown, missing = set(tensors) - wanted - {"embed_tokens.weight"}, wanted - set(tensors)
     if unknown or missing:
         raise ValueError(
             f"drafter tensors: unknown {sorted(unknown) or 'none'}, "
@@ -284,34 +286,14 @@ def _load_tensors(drafter: Eagle3Drafter, tensors: dict[str, Tensor]) -> None:
         )
     if "embed_tokens.weight" in tensors:
         logger.info("the drafter's own embedding table is not used; the target's is")
-    part = "layers.0.self_attn"
-    qkv = torch.cat([tensors[f"{part}.{name}_proj.weight"] for name in "qkv"])
-    gate_up = torch.cat([tensors[f"layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")])
-    state = {
-        "fc": tensors["fc.weight"],
-        "qkv": qkv,
-        "out": tensors[f"{part}.o_proj.weight"],
-        "gate_up": gate_up,
-        "down": tensors["layers.0.mlp.down_proj.weight"],
-        "norm": tensors["norm.weight"],
-        "ids_V": _draft_ids(drafter.config, tensors),
-    }
-    state |= {own: tensors[f"layers.0.{name}.weight"] for name, own in _NORMS.items()}
-    if drafter.head is not None:
-        state["head"] = tensors["lm_head.weight"]
-    try:
-        drafter.load_state_dict(state)
-    except RuntimeError as error:
-        raise ValueError(f"drafter tensors do not fit the config: {error}") from error
-
-
-def _names(drafter: Eagle3Drafter) -> list[str]:
-    names = ["fc.weight", "norm.weight"]
-    names += [f"layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
-    names += [f"layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
-    names += [f"layers.0.{name}.weight" for name in _NORMS]
-    names += ["lm_head.weight"] if drafter.config.own_head else []
-    return names + (["d2t", "t2d"] if drafter.config.reduced else [])
+    for name, tensor in own.items():
+        given, size = tuple(tensors[name].shape), tuple(tensor.shape)
+        if given != size:
+            raise ValueError(
+                f"drafter tensors do not fit the config: {name} {given}, not {size}"
+            )
+        tensor.copy_(tensors[name])
+    drafter.ids_V.copy_(_draft_ids(drafter.config, tensors))
 
 
 def _draft_ids(config: Eagle3Config, tensors: dict[str, Tensor]) -> Tensor:

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,10 +41,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitlt.draft import MAX_NODES, Taps, ancestor_bits, depths
+from minitlt.draft import MAX_NODES, Taps, ancestor_bits, default_taps, depths
 from minitlt.kernels import tree_attention
-
-logger = logging.getLogger(__name__)
 
 _FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -80,22 +77,8 @@ class TargetShape:
             num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             context=config.max_position_embeddings,
-            tap_layers=tap_layers(config.num_hidden_layers),
+            tap_layers=default_taps(config.num_hidden_layers),
         )
-
-
-def tap_layers(num_layers: int) -> tuple[int, int, int]:
-    """Which hidden states feed the drafter: EAGLE-3's [2, L // 2, L - 3] (HF indexing, so entry i
-    is the input of layer i), clamped into 1..L-1 where a shallow model has fewer."""
-    low, mid, high = 2, num_layers // 2, num_layers - 3
-    top = max(num_layers - 1, 0)
-    if not low <= mid <= high:
-        logger.info("%d layers are fewer than EAGLE-3's taps expect: taps are clamped", num_layers)
-    return (
-        min(max(low, 1), top),
-        min(max(mid, 1), top),
-        min(max(high, 1), top),
-    )
 
 
 class Target(Protocol):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from models import KINDS, random_prompts, tiny_model
 
+from minitlt.draft import default_taps
 from minitlt.target import (
     LlamaTarget,
     ModuleTarget,
@@ -12,7 +13,6 @@ from minitlt.target import (
     full_state,
     make_target,
     refuse_unsupported,
-    tap_layers,
 )
 
 
@@ -164,9 +164,9 @@ def test_models_that_cannot_roll_back_are_refused():
 
 
 def test_taps_are_eagle3s_and_clamped_for_shallow_models():
-    assert tap_layers(30) == (2, 15, 27)
-    assert tap_layers(2) == (1, 1, 1)
-    assert tap_layers(1) == (0, 0, 0)
+    assert default_taps(30) == (2, 15, 27)
+    assert default_taps(2) == (1, 1, 1)
+    assert default_taps(1) == (0, 0, 0)
 
 
 def test_slot_cache_states_its_size():
