@@ -289,9 +289,7 @@ def _load_tensors(drafter: Eagle3Drafter, tensors: dict[str, Tensor]) -> None:
     for name, tensor in own.items():
         given, size = tuple(tensors[name].shape), tuple(tensor.shape)
         if given != size:
-            raise ValueError(
-                f"drafter tensors do not fit the config: {name} {given}, not {size}"
-            )
+            raise ValueError(f"drafter tensors do not fit the config: {name} {given}, not {size}")
         tensor.copy_(tensors[name])
     drafter.ids_V.copy_(_draft_ids(drafter.config, tensors))
 
