@@ -174,33 +174,25 @@ def integer_ticks(axis: Any) -> None:
     axis.set_major_locator(MaxNLocator(integer=True, nbins=8))
 
 
-_ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0),
-                          "handletextpad": 0.4, "columnspacing": 1.1, "borderpad": 0.2}  # fmt: skip
-
-
-def key(ax: Any, meanings: dict[str, str]) -> None:
-    """Write text -> meaning pairs as a row of coloured squares above the axes."""
+def key(ax: Any, meanings: dict[str, str], columns: int = 0, lift: float = 0.0) -> None:
+    """Write text -> meaning pairs as coloured squares above the axes, `lift` points higher."""
     from matplotlib.patches import Patch
+    from matplotlib.transforms import ScaledTranslation
 
     patches = [Patch(color=colour(meaning), label=text) for text, meaning in meanings.items()]
-    ax.legend(handles=patches, ncols=len(patches), handlelength=0.8, handleheight=0.8, **_ABOVE)
+    place = ax.transAxes + ScaledTranslation(0, lift / 72, ax.figure.dpi_scale_trans)
+    form = {"handlelength": 0.8, "handleheight": 0.8, "handletextpad": 0.4, "columnspacing": 1.1,
+            "borderpad": 0.2, "loc": "lower left", "bbox_to_anchor": (-0.01, 1.0)}  # fmt: skip
+    ax.legend(handles=patches, ncols=columns or len(patches), bbox_transform=place, **form)
 
 
 def run_key(ax: Any, runs: Sequence[Run]) -> None:
     """Write the runs' names in their colours above the title of the axes (several runs only)."""
-    from matplotlib.lines import Line2D
-    from matplotlib.transforms import ScaledTranslation
-
-    if len(runs) < 2:
-        return
-    lines = [
-        Line2D([], [], color=run_colour(runs, i, ""), label=run.name.lstrip("_"))
-        for i, run in enumerate(runs)
-    ]
-    columns = max(1, 48 // (max(len(run.name) for run in runs) + 5))
-    lift = ScaledTranslation(0, 17 / 72, ax.figure.dpi_scale_trans)  # over the title
-    own = {"handlelength": 1.0, "labelcolor": "linecolor", "bbox_transform": ax.transAxes + lift}
-    ax.legend(handles=lines, ncols=columns, **own, **_ABOVE)
+    if len(runs) > 1:
+        names = [run.name.lstrip("_") for run in runs]  # matplotlib hides names with a _ in front
+        columns = max(1, 48 // (max(map(len, names)) + 5))
+        tints = [RUN_COLOURS[i % len(RUN_COLOURS)] for i in range(len(runs))]
+        key(ax, dict(zip(names, tints, strict=True)), columns, lift=17)
 
 
 def mark(

@@ -10,11 +10,12 @@ How to run: `minitlt train` shows it, `minitlt report RUN` draws it afterwards.
 """
 
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from math import floor, log10
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from minitlt.events import Event, parse_line
 from minitlt.events import read_events as read_events
@@ -215,14 +216,6 @@ def print_summary(summary: dict[str, Any], run_dir: str | Path) -> None:
     )
 
 
-class StopFlag(Protocol):
-    """threading.Event and multiprocessing.Event both are one."""
-
-    def is_set(self) -> bool: ...
-
-    def wait(self, timeout: float) -> bool: ...
-
-
 # What a rank does after the event of that name.
 _NEXT = {"rollout_start": "generating", "rollout_end": "waiting", "harvest_start": "harvesting",
          "harvest_end": "merging", "merge": "updating"}  # fmt: skip
@@ -389,7 +382,7 @@ class _Tail:
 
 
 def watch(
-    events_path: str | Path, total_steps: int, stop: StopFlag, plain: bool | None = None
+    events_path: str | Path, total_steps: int, stop: threading.Event, plain: bool | None = None
 ) -> None:
     """Follow a run log until `stop` is set and show what every rank is doing.
 
@@ -407,7 +400,7 @@ def watch(
         print(f"minitlt: the live display ended ({error!r}); the run goes on", file=sys.stderr)
 
 
-def _watch_plain(tail: _Tail, board: Board, stop: StopFlag, every_s: float = 5.0) -> None:
+def _watch_plain(tail: _Tail, board: Board, stop: threading.Event, every_s: float = 5.0) -> None:
     quiet_since, shown = time.monotonic(), ""
     ending = False
     while not ending:
@@ -422,7 +415,7 @@ def _watch_plain(tail: _Tail, board: Board, stop: StopFlag, every_s: float = 5.0
             quiet_since = time.monotonic()
 
 
-def _watch_live(tail: _Tail, board: Board, stop: StopFlag) -> None:
+def _watch_live(tail: _Tail, board: Board, stop: threading.Event) -> None:
     from rich.console import Console
     from rich.live import Live
 
