@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from minitlt.config import option
 from minitlt.draft import default_taps
 from minitlt.swap import write_atomically
 
@@ -48,45 +49,41 @@ LOSSES = ("lk", "kl", "tv")
 _SCALE = ".scale"  # of a matrix that is stored in int8
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class DrafterConfig:
     """The `drafter:` block of a recipe. ValueError names the field that is out of range."""
 
-    start: str = _option(
+    start: str = option(
         "target",
         "where the drafter starts: target (last MLP, high tap and head rows are copied), random, "
         "or a folder with a saved or exported drafter",
     )
-    draft_vocab_size: int = _option(4096, "tokens the drafter can guess; 0 is the full vocabulary")
-    train_head: bool = _option(True, "own, trained head rows; otherwise the target's, by reference")
-    serve_dtype: str = _option(
+    draft_vocab_size: int = option(4096, "tokens the drafter can guess; 0 is the full vocabulary")
+    train_head: bool = option(True, "own, trained head rows; otherwise the target's, by reference")
+    serve_dtype: str = option(
         "auto", "weights of proposals: auto (bfloat16 where products have it), float32, bfloat16"
     )
-    tap_dtype: str = _option("bfloat16", "how taps are kept: bfloat16, float16, float32, float64")
-    tree_nodes: int = _option(16, "nodes of a tree draft, the root not counted")
-    ngram_min: int = _option(2, "shortest suffix that the n-gram drafter matches, in tokens")
-    ngram_max: int = _option(16, "longer matches than this are not told apart")
-    ngram_tokens: int = _option(200_000, "tokens that the n-gram index remembers (400 bytes each)")
-    loss: str = _option("lk", "lk (KL, whose weight falls as exp(-3 acceptance), and TV), kl or tv")
-    ttt_steps: int = _option(2, "steps that training unrolls the drafter on its own states")
-    ttt_decay: float = _option(0.8, "weight of each unrolled step's loss against the one before")
-    learning_rate: float = _option(1e-3, "AdamW, all but the head")
-    head_learning_rate: float = _option(2e-4, "AdamW, the head")
-    warmup_steps: int = _option(20, "train steps until the learning rates are reached")
-    clip: float = _option(0.5, "largest norm of a gradient")
-    train_dtype: str = _option("auto", "products of training: as serve_dtype; weights stay fp32")
-    train_step_ms: float = _option(0.0, "time a train step may take; 0: 50 on GPU, 250 on CPU")
-    pack_tokens: int = _option(0, "pairs a train step supervises; 0 adapts to train_step_ms")
-    window_tokens: int = _option(256, "most supervised pairs taken from one row at a time")
-    context_tokens: int = _option(512, "pairs before a window that it may attend to")
-    buffer_tokens: int = _option(32_768, "tokens that the replay buffer holds")
-    long_share: float = _option(0.5, "part of a pack from the last step's longest rows")
-    vocab_gain: float = _option(0.005, "coverage a new draft vocabulary must add to be taken")
-    seed: int = _option(0, "of the drafter's first weights and of its training samples")
+    tap_dtype: str = option("bfloat16", "how taps are kept: bfloat16, float16, float32, float64")
+    tree_nodes: int = option(16, "nodes of a tree draft, the root not counted")
+    ngram_min: int = option(2, "shortest suffix that the n-gram drafter matches, in tokens")
+    ngram_max: int = option(16, "longer matches than this are not told apart")
+    ngram_tokens: int = option(200_000, "tokens that the n-gram index remembers (400 bytes each)")
+    loss: str = option("lk", "lk (KL, whose weight falls as exp(-3 acceptance), and TV), kl or tv")
+    ttt_steps: int = option(2, "steps that training unrolls the drafter on its own states")
+    ttt_decay: float = option(0.8, "weight of each unrolled step's loss against the one before")
+    learning_rate: float = option(1e-3, "AdamW, all but the head")
+    head_learning_rate: float = option(2e-4, "AdamW, the head")
+    warmup_steps: int = option(20, "train steps until the learning rates are reached")
+    clip: float = option(0.5, "largest norm of a gradient")
+    train_dtype: str = option("auto", "products of training: as serve_dtype; weights stay fp32")
+    train_step_ms: float = option(0.0, "time a train step may take; 0: 50 on GPU, 250 on CPU")
+    pack_tokens: int = option(0, "pairs a train step supervises; 0 adapts to train_step_ms")
+    window_tokens: int = option(256, "most supervised pairs taken from one row at a time")
+    context_tokens: int = option(512, "pairs before a window that it may attend to")
+    buffer_tokens: int = option(32_768, "tokens that the replay buffer holds")
+    long_share: float = option(0.5, "part of a pack from the last step's longest rows")
+    vocab_gain: float = option(0.005, "coverage a new draft vocabulary must add to be taken")
+    seed: int = option(0, "of the drafter's first weights and of its training samples")
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:

@@ -39,7 +39,7 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,6 +48,7 @@ import torch
 import torch.distributed as dist
 
 from minitlt import swap
+from minitlt.config import option
 from minitlt.ranks import Ranks
 from minitlt.swap import Tensors, fingerprint
 
@@ -110,24 +111,20 @@ class Log(Protocol):
     def write(self, event: str, **fields: Any) -> None: ...
 
 
-def _help(text: str, default: Any) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class SpotConfig:
     """How idle time is used. ValueError names the field that is out of range."""
 
-    mode: str = _help("auto (spot with several ranks, else inline), spot, inline or off", AUTO)
-    publish_seconds: float = _help("seconds between two publications of a harvesting rank", 2.0)
-    inline_fraction: float = _help("inline: training time as a fraction of rollout time", 0.1)
-    steps_per_window: int = _help(
+    mode: str = option(AUTO, "auto (spot with several ranks, else inline), spot, inline or off")
+    publish_seconds: float = option(2.0, "seconds between two publications of a harvesting rank")
+    inline_fraction: float = option(0.1, "inline: training time as a fraction of rollout time")
+    steps_per_window: int = option(
+        0,
         "train steps per window, whatever the clock says, and no swaps: with drafter.pack_tokens "
         "and one arm, a resumed run equals an uninterrupted one to the bit; 0 = by the clock",
-        0,
     )
-    lost_rank_seconds: float = _help(
-        "a rank silent for this long is lost; more than the longest pause between two polls", 60.0
+    lost_rank_seconds: float = option(
+        60.0, "a rank silent for this long is lost; more than the longest pause between two polls"
     )
 
     def __post_init__(self) -> None:
