@@ -194,31 +194,25 @@ class Meter:
 
     def __init__(self, total: int) -> None:
         self.total, self.done, self.live = total, 0, sys.stderr.isatty()
-        self.tokens = self.row_steps = self._mark = 0
-        self.started = self._last = time.perf_counter()
+        self.tokens = self.row_steps = 0  # of the engine's calls that are over
+        self.started = self.told = time.perf_counter()
 
     def step(self, engine: RolloutEngine) -> None:
         """Runs after every verify step."""
-        seconds = time.perf_counter() - self._last
-        if seconds < (0.5 if self.live else 10.0):
-            return
-        tokens = self.tokens + engine.stats.tokens
-        text = f"{self.done} of {self.total} rows, {len(engine.active)} active, "
-        text += f"{(tokens - self._mark) / seconds:.0f} tokens/s, accept length "
-        text += f"{engine.stats.accept_length:.2f}, drafting {engine.arm.name}"
-        end = "" if self.live else "\n"
-        print(f"\r{text:<78}" if self.live else text, end=end, file=sys.stderr, flush=True)
-        self._mark, self._last = tokens, self._last + seconds
+        if time.perf_counter() - self.told >= (0.5 if self.live else 10.0):
+            self.told = time.perf_counter()
+            now, stats = f", {len(engine.active)} active", engine.stats
+            self.say(now, stats.tokens, stats.row_steps, "" if self.live else "\n")
 
     def add(self, stats: Any) -> None:
         self.tokens, self.row_steps = self.tokens + stats.tokens, self.row_steps + stats.row_steps
 
-    def finish(self) -> None:
+    def say(self, now: str = "", tokens: int = 0, row_steps: int = 0, end: str = "\n") -> None:
         seconds = time.perf_counter() - self.started
-        text = f"{self.done} rows, {self.tokens} tokens in {seconds:.1f} s: "
-        text += f"{self.tokens / seconds:.1f} tokens/s, accept length "
-        text += f"{self.tokens / max(self.row_steps, 1):.2f}"
-        print(f"\r{text:<78}" if self.live else text, file=sys.stderr)
+        tokens, row_steps = self.tokens + tokens, self.row_steps + row_steps
+        text = f"{self.done} of {self.total} rows{now}, {tokens} tokens in {seconds:.1f} s: "
+        text += f"{tokens / seconds:.1f} tokens/s, accept length {tokens / max(row_steps, 1):.2f}"
+        print(f"\r{text:<78}" if self.live else text, end=end, file=sys.stderr, flush=True)
 
 
 def generate(
@@ -247,20 +241,15 @@ def generate(
         def finish(row: Row, chunk: list[int] = chunk) -> None:
             index = chunk[row.index]
             meter.done += 1
-            on_row({"index": index, "prompt": prompts[index], **_result(served.tokenizer, row)})
+            text = served.tokenizer.decode(row.tokens, skip_special_tokens=True)
+            done = {"completion": text, "completion_ids": row.tokens}
+            done |= {"finish_reason": row.finish_reason}
+            on_row({"index": index, "prompt": prompts[index]} | done)
 
         engine.on_finish = finish
         keys = [row_key(seed, 0, i) for i in chunk]
         meter.add(engine.generate([ids[i] for i in chunk], params, keys).stats)
-    meter.finish()
-
-
-def _result(tokenizer: Any, row: Row) -> dict[str, Any]:
-    return {
-        "completion": tokenizer.decode(row.tokens, skip_special_tokens=True),
-        "completion_ids": row.tokens,
-        "finish_reason": row.finish_reason,
-    }
+    meter.say()
 
 
 def _encode(served: Served, prompt: Prompt, raw: bool, index: int) -> list[int]:
