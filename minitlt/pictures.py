@@ -278,14 +278,19 @@ def draw_timeline(runs: list[Run]) -> Picture | None:
     slowest = [max(ends, key=run.at)["rank"] for ends in rollouts.values()]
     worst = max(set(slowest), key=slowest.count)
     harvested = sum(event["harvested_s"] for event in run.of("harvest_end"))
-    said = f"Rank {worst} was last in {slowest.count(worst)} of {len(slowest)} rollouts. "
-    used = f"drafter steps filled {min(harvested / (idle or 1), 1):.0%} of that"
+    filled = f"drafter steps filled {min(harvested / (idle or 1), 1):.0%} of that"
+    said = (
+        f"Rank {worst} was last in {slowest.count(worst)} of {len(slowest)} rollouts. Ranks idled "
+        f"{idle / total:.0%} of the rollout time; "
+        f"{filled if harvested else 'no drafter step used it'}."
+    )
+    if len(spans) == 1:
+        said = f"One rank waits for nobody; {number(harvested)} s went into drafter steps."
     return Picture(
         "timeline",
         "Who does what, when",
         "Each rank's time: generating, harvesting idle time, waiting, merging drafters, updating.",
-        f"{said if len(spans) > 1 else ''}Ranks idled {idle / total:.0%} of the rollout time; "
-        f"{used if harvested else 'no drafter step used it'}.",
+        said,
         figure,
     )
 

@@ -57,6 +57,16 @@ def test_a_recipe_passes_a_dry_run(name, smoke, model_dir):
         assert resolved["max_completion_length"] <= 32
 
 
+@pytest.mark.parametrize("name", ["fsdp2", "zero2", "zero3", "mine.yaml"])
+def test_an_accelerate_config_is_a_name_of_trls_or_a_path(name, tmp_path):
+    if name.endswith("yaml"):
+        name = str(tmp_path / name)
+        Path(name).write_text("distributed_type: MULTI_GPU\nnum_processes: 8\n")
+    done = dry_run("05", "--accelerate-config", name)
+    assert done.exit_code == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["accelerate_config"] == name
+
+
 def test_smoke_keeps_what_was_asked_for(model_dir):
     done = dry_run("02", "--smoke", "--max_steps", "5", "--model_name_or_path", model_dir)
     assert done.exit_code == 0, done.stderr
