@@ -1,10 +1,11 @@
 # make train   the main job on this machine (creates .venv, installs, trains; about 10 minutes on 2 cores)
 # make test    the fast test suite           (creates .venv, installs, tests; about 3 minutes)
-# make check   what CI runs after the tests: lint and types
+# make check   what CI runs after the tests: lint, types, bandit
+# make audit   known holes in what is installed (pip-audit; needs the network)
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test slow check clean
+.PHONY: train test slow check audit clean
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -25,6 +26,11 @@ check: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/bandit -q -c pyproject.toml -r minitlt
+
+audit: .venv/.installed
+	$(BIN)/python -m pip install --quiet pip-audit
+	$(BIN)/pip-audit --local --skip-editable
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -14,16 +14,19 @@ Try it: `minitlt train --dry-run`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from minitlt.common import one_line, option, suggest
 
 BLOCKS = ("task", "rollout", "drafter", "spot")
 DEFAULT_RECIPE = "01_smollm2_cpu"
@@ -33,19 +36,12 @@ class ConfigError(ValueError):
     """The configuration is wrong; the message says where and what would be right."""
 
 
-def option(default: Any, help_text: str) -> Any:
-    """A dataclass field with a help text."""
-    return field(default=default, metadata={"help": help_text})
-
-
 @dataclass
 class TaskConfig:
     """What is trained on: a data set and its rewards."""
 
     name: str = option("", "reasoning-gym name, gsm8k, a Hub data set, or a .jsonl file")
-    options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "options of the data set, passed on as they are"}
-    )
+    options: dict[str, Any] = option({}, "options of the data set, passed on as they are")
 
 
 @dataclass
@@ -54,11 +50,9 @@ class RolloutConfig:
 
     dtype: str = option("auto", "weights for decoding: auto (the trainer's), fp32, bf16")
     backend: str = option("auto", "forward: auto, fused (written out) or module (transformers)")
-    arms: list[str] = field(
-        default_factory=lambda: ["off", "ngram-3", "eagle-2", "eagle-3", "eagle-4"],
-        metadata={
-            "help": "ways to draft the bandit chooses from: off, SOURCE-DEPTH or SOURCE-DEPTHxWIDTH"
-        },
+    arms: list[str] = option(
+        ["off", "ngram-3", "eagle-2", "eagle-3", "eagle-4"],
+        "ways to draft the bandit chooses from: off, SOURCE-DEPTH or SOURCE-DEPTHxWIDTH",
     )
     epsilon: float = option(0.05, "share of steps on which the bandit explores")
     window: int = option(40, "verify steps the bandit remembers per arm and bucket")
@@ -80,10 +74,8 @@ class RolloutConfig:
             "importance_sampling": ("auto", "on", "off"),
         }
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"rollout.{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}"
-                )
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(f"rollout.{name}: {value!r} is not one of {', '.join(allowed)}")
         if not 0 <= self.epsilon <= 1:
             raise ConfigError(f"rollout.epsilon: {self.epsilon} is not between 0 and 1")
         for name, least in (("window", 1), ("prefill_chunk", 1), ("check_every", 0)):
@@ -141,11 +133,11 @@ def load_config(path: Path, overrides: Mapping[str, Any] | None = None) -> RunCo
     later, by `build` and by TRL's parser, which know the fields.
     """
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # nosec B506
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from error
+        raise ConfigError(f"{path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
         raise ConfigError(f"{path} must be a mapping of field names to values")
     return make_config(raw, overrides or {}, str(path))
@@ -206,8 +198,10 @@ def shrink(config: RunConfig, given: Iterable[str] = ()) -> None:
     for name in ("steps_per_generation", "generation_batch_size"):  # they follow from the others
         config.trl.pop(name, None)
     config.trl |= {name: value for name, value in small.items() if name not in set(given)}
-    if config.task.get("options", {}).get("size", 9) > 8 or "options" not in config.task:
-        config.task.setdefault("options", {})["size"] = 8
+    options = config.task.setdefault("options", {}) if config.task else None
+    if isinstance(options, dict):
+        size = options.get("size")
+        options["size"] = min(size, 8) if isinstance(size, int) else 8
 
 
 def accelerate_file(name: str) -> Path:
@@ -269,20 +263,17 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
 
 def _value(text: str, key: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_Loader)  # nosec B506
     except yaml.YAMLError as error:
-        raise ConfigError(f"--{key}: cannot read {text!r}: {_one_line(error)}") from error
+        raise ConfigError(f"--{key}: cannot read {text!r}: {one_line(error)}") from error
 
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads 1e-5 as text; everybody who writes a learning rate means a number."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    __import__("re").compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+_FLOAT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
 def build(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
@@ -308,7 +299,13 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
     types that YAML has no word for (enums, classes) are left to their owner."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
-        return _coerce_union(value, typing.get_args(hint), where)
+        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+        if value is None and len(kinds) < len(typing.get_args(hint)):
+            return None
+        for kind in kinds[:-1]:
+            with suppress(ConfigError):
+                return coerce(value, kind, where)
+        return coerce(value, kinds[-1], where)
     kind = origin or hint
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -328,20 +325,6 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
     return value
 
 
-def _coerce_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
-    if value is None and type(None) in options:
-        return None
-    problem: ConfigError | None = None
-    for option_type in options:
-        if option_type is type(None):
-            continue
-        try:
-            return coerce(value, option_type, where)
-        except ConfigError as error:
-            problem = problem or error
-    raise problem or ConfigError(f"{where}: cannot be {value!r}")
-
-
 _TYPE_NAMES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -349,23 +332,6 @@ _TYPE_NAMES: dict[Any, str] = {
     bool: "true or false",
     dict: "a mapping",
 }
-
-
-def suggest(name: str, valid: Iterable[str]) -> str:
-    """`did you mean 'x'?`, or the valid names when none is near.
-
-    >>> suggest("lerning_rate", ["learning_rate", "seed"])
-    "did you mean 'learning_rate'?"
-    """
-    names = list(valid)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-    if close:
-        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
-    return "valid: " + ", ".join(names[:12]) + (", .." if len(names) > 12 else "")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def batch_algebra(args: Any, world_size: int) -> list[str]:
@@ -376,20 +342,22 @@ def batch_algebra(args: Any, world_size: int) -> list[str]:
     """
     per_device, steps = args.per_device_train_batch_size, args.steps_per_generation
     group, local = args.num_generations, per_device * steps
+    accumulate = args.gradient_accumulation_steps
+    if min(group, per_device, steps, args.num_iterations) < 1:
+        raise ConfigError("per_device_train_batch_size, steps_per_generation, num_generations and "
+                          "num_iterations must be at least 1")  # fmt: skip
     lines = [
         f"{world_size} ranks x per_device_train_batch_size {per_device} x steps_per_generation "
         f"{steps} = {world_size * local} completions per generation",
         f"{local} completions per rank / num_generations {group} = {local / group:g} prompts per "
         "rank",
-        f"gradient_accumulation_steps {args.gradient_accumulation_steps}: "
-        f"{args.gradient_accumulation_steps / (steps * args.num_iterations):g} generations per "
-        "optimizer step",
+        f"gradient_accumulation_steps {accumulate}: "
+        f"{accumulate / (steps * args.num_iterations):g} generations per optimizer step",
     ]
     if local % group:
         raise ConfigError(
-            f"a group of num_generations {group} would be split across ranks: "
-            + "; ".join(lines[:2])
-            + "; choose per_device_train_batch_size x steps_per_generation as a multiple of "
-            + str(group)
+            f"a group of num_generations {group} would be split across ranks: {lines[0]}; "
+            f"{lines[1]}; choose per_device_train_batch_size x steps_per_generation as a multiple "
+            f"of {group}"
         )
     return lines

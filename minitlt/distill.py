@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minitlt.common import by_piece
 from minitlt.eagle3 import DrafterConfig, Eagle3Drafter, Pack, choose_vocab, product_dtype
 from minitlt.kernels import draft_loss
 
@@ -425,11 +426,7 @@ class DrafterTrainer:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continues exactly where `state_dict` was taken (for the same sizes and config)."""
-        parts: dict[str, dict[str, Tensor]] = {"drafter": {}, "optimizer": {}, "buffer": {}}
-        for name, tensor in state.items():
-            part, _, rest = name.partition(".")
-            if rest:
-                parts[part][rest] = tensor
+        parts = by_piece(state)
         self.drafter.load_state_dict(parts["drafter"])
         own = self.optimizer_tensors()
         if set(own) != set(parts["optimizer"]):

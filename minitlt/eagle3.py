@@ -39,9 +39,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from minitlt.config import option
+from minitlt.common import option, reading, write_atomically
 from minitlt.draft import default_taps
-from minitlt.swap import write_atomically
 
 FILE = "drafter.safetensors"
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -595,14 +594,16 @@ def load_drafter(
     path = Path(folder) / FILE
     if not path.is_file():
         raise ValueError(f"{folder} holds no {FILE}")
-    with safe_open(path, "pt") as file:
-        text = (file.metadata() or {}).get("minitlt_drafter")
-        if text is None:
-            raise ValueError(f"{path} was not written by save_drafter")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    for name in [name for name in tensors if name.endswith(_SCALE)]:
-        tensors[name.removesuffix(_SCALE)] = tensors[name.removesuffix(_SCALE)] * tensors.pop(name)
-    config = Eagle3Config.from_dict(json.loads(text))
-    drafter = Eagle3Drafter(config, dtype=dtype or tensors["fc"].dtype, device=device)
-    drafter.load_state_dict(tensors)
+    with reading(path):
+        with safe_open(path, "pt") as file:
+            text = (file.metadata() or {}).get("minitlt_drafter")
+            if text is None:
+                raise ValueError("it was not written by save_drafter")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        for name in [name for name in tensors if name.endswith(_SCALE)]:
+            plain = name.removesuffix(_SCALE)
+            tensors[plain] = tensors[plain] * tensors.pop(name)
+        config = Eagle3Config.from_dict(json.loads(text))
+        drafter = Eagle3Drafter(config, dtype=dtype or tensors["fc"].dtype, device=device)
+        drafter.load_state_dict(tensors)
     return drafter

@@ -31,6 +31,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from minitlt.common import reading, write_atomically
 from minitlt.eagle3 import (
     FILE,
     Eagle3Config,
@@ -42,7 +43,6 @@ from minitlt.eagle3 import (
     rope_parameters,
     save_drafter,
 )
-from minitlt.swap import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,7 @@ def export_drafter(
     write_atomically(
         folder / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"})
     )
-    text = json.dumps(config, indent=2) + "\n"
-    write_atomically(folder / "config.json", lambda path: path.write_text(text))
+    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
     return folder
 
 
@@ -205,9 +204,11 @@ def import_drafter(
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no {name} (sharded and pickled heads are not read)")
-    values = json.loads((folder / "config.json").read_text())
-    tensors = {_plain_name(n): t for n, t in load_file(folder / "model.safetensors").items()}
-    config = _read_config(values, tensors, target, layout)
+    with reading(folder / "model.safetensors"):
+        tensors = {_plain_name(n): t for n, t in load_file(folder / "model.safetensors").items()}
+    with reading(folder / "config.json"):
+        values = json.loads((folder / "config.json").read_text())
+        config = _read_config(values, tensors, target, layout)
     _check_fit(config, target)
     drafter = Eagle3Drafter(config, dtype=dtype, device=device)
     _load_tensors(drafter, tensors)

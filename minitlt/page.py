@@ -11,13 +11,13 @@ How to run: `minitlt report RUN...`
 """
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from minitlt.charts import COLOURS, Picture, Run
+from minitlt.common import write_atomically
 from minitlt.events import Event, table
 from minitlt.pictures import draw, write_pngs
 from minitlt.report import duration, mean, number, summarize, summary_rows, thirds
@@ -244,7 +244,4 @@ def render_report(run_dirs: Sequence[str | Path], out_html: str | Path) -> Path:
     folder = runs[0].path / "pictures" if len(runs) == 1 else out.with_name(out.stem + "_pictures")
     write_pngs(pictures, folder)
     out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.with_name(f".{out.name}.{os.getpid()}")
-    beside.write_text(page_html(runs, pictures), encoding="utf-8", errors="replace")
-    beside.replace(out)
-    return out
+    return write_atomically(out, page_html(runs, pictures))

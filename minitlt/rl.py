@@ -18,7 +18,7 @@ How to try it: `minitlt train`, `pytest tests/test_rl.py`.
 
 from __future__ import annotations
 
-import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from minitlt.config import ConfigError, RolloutConfig, suggest
+from minitlt.common import suggest
+from minitlt.config import ConfigError, RolloutConfig
 from minitlt.distill import DrafterTrainer, ReplayBuffer
 from minitlt.drafter import Eagle3Proposer, NgramDrafter
 from minitlt.eagle3 import (
@@ -77,23 +78,6 @@ _TRL_METRICS = {  # what an `update` event takes from TRL's metrics, by TRL's na
     "rollout": "rollout/seconds",
 }
 _SILENT = {"do_sample", "pad_token_id", "bos_token_id", "cache_implementation", "use_cache"}
-
-
-class RewardTap:
-    """A reward function that remembers its last values, for the log's sample rows."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function)
-        self.function = function
-        self.values: list[float | None] = []
-        self.seconds = 0.0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[float | None]:
-        start = time.perf_counter()
-        values = self.function(*args, **kwargs)
-        self.seconds += time.perf_counter() - start
-        self.values = list(values)
-        return values
 
 
 @dataclass
@@ -394,12 +378,11 @@ class RunLogCallback(TrainerCallback):
 
     def __init__(self, trainer: MiniTLTTrainer) -> None:
         self.trainer = trainer
-        self.taps = [f for f in trainer.reward_funcs if isinstance(f, RewardTap)]
         self.fields: dict[str, Any] = {}
         self._read: dict[str, int] = {}  # how many values of TRL's lists earlier steps have added
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.guards.rewards([tap.function for tap in self.taps])
+        self.trainer.guards.rewards(self.trainer.reward_funcs)
         metrics = self.trainer._metrics["train"]
         lists = {name: metrics.get(key, []) for name, key in _TRL_METRICS.items()}
         news = {name: values[self._read.get(name, 0) :] for name, values in lists.items()}
@@ -429,10 +412,7 @@ class RunLogCallback(TrainerCallback):
         rollout, tokenizer = trainer.last_rollout, trainer._tokenizer
         if rollout is None:
             return
-        weights = trainer.reward_weights.tolist()
         for i in range(min(trainer.rollout_config.sample_rows, len(rollout.completion_ids))):
-            parts = [tap.values[i] if i < len(tap.values) else None for tap in self.taps]
-            known = [w * v for w, v in zip(weights, parts, strict=False) if v is not None]
             tokens = rollout.completion_ids[i]
             trainer._write(
                 "row",
@@ -440,10 +420,20 @@ class RunLogCallback(TrainerCallback):
                 row=i,
                 prompt=tokenizer.decode(trainer.last_prompts[i], skip_special_tokens=True),
                 completion=tokenizer.decode(tokens, skip_special_tokens=True),
-                reward=sum(known) if known else None,
+                reward=self._reward(i, len(rollout.completion_ids)),
                 token_flags=rollout.accepted[i],
                 token_texts=[tokenizer.decode([t]) for t in tokens],
             )
+
+    def _reward(self, row: int, num_rows: int) -> float | None:
+        """The weighted reward of rank 0's `row`, from TRL's log of all ranks' rows, in rank order;
+        None where no function applied, or where two functions share a name and thereby a log."""
+        trainer, names = self.trainer, self.trainer.reward_func_names
+        at = row - trainer.accelerator.num_processes * num_rows
+        values = [trainer._logs["rewards"][name][at] for name in names]
+        weighted = zip(trainer.reward_weights.tolist(), values, strict=True)
+        known = [weight * value for weight, value in weighted if not math.isnan(value)]
+        return sum(known) if known and len(set(names)) == len(names) else None
 
 
 def refuse_bypasses(args: Any, kwargs: dict[str, Any]) -> None:

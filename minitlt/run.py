@@ -24,19 +24,21 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from datasets import Dataset
-from safetensors import SafetensorError, safe_open
+from datasets import Dataset, load_dataset
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, get_dataset, get_peft_config
 from trl.scripts.grpo import GRPOScriptArguments
 
+from minitlt.common import by_piece, one_line, reading, suggest, write_atomically
 from minitlt.config import (
     BLOCKS,
     ConfigError,
@@ -46,7 +48,6 @@ from minitlt.config import (
     batch_algebra,
     build,
     coerce,
-    suggest,
 )
 from minitlt.eagle3 import DrafterConfig, Eagle3Config, save_drafter
 from minitlt.events import EventLog, read_events
@@ -54,7 +55,7 @@ from minitlt.export import import_drafter
 from minitlt.kernels import row_key
 from minitlt.models import HubUnreachable, resolve_drafter, resolve_model
 from minitlt.report import summarize
-from minitlt.rl import BYPASSES, MiniTLTTrainer, RewardTap
+from minitlt.rl import BYPASSES, MiniTLTTrainer
 from minitlt.spec import Arm, RolloutEngine
 from minitlt.spot import SpotConfig
 from minitlt.swap import fingerprint
@@ -139,7 +140,9 @@ def _fetch(notes: list[str] | None, name: Any, get: Callable[..., Any], *args: A
 def _check_drafter(start: str, model_path: str) -> None:
     folder = resolve_drafter(start)
     if model_path:
-        size = Eagle3Config.from_target(AutoConfig.from_pretrained(model_path))
+        size = Eagle3Config.from_target(
+            AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+        )
         try:
             import_drafter(folder, size)
         except ValueError as error:
@@ -167,8 +170,8 @@ def _trl_configs(values: dict[str, Any], run_dir: Path, world_size: int) -> tupl
         with warnings.catch_warnings():  # TRL fills in fields that transformers is renaming
             warnings.simplefilter("ignore", FutureWarning)
             return tuple(cls(**sorted_values[cls]) for cls in _TRL_CLASSES)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"TRL: {' '.join(str(error).split())}") from error
+    except Exception as error:  # whatever its many checks raise
+        raise ConfigError(f"TRL: {one_line(error)}") from error
 
 
 def _batch_sizes(given: dict[str, Any], world_size: int) -> SimpleNamespace:
@@ -178,7 +181,7 @@ def _batch_sizes(given: dict[str, Any], world_size: int) -> SimpleNamespace:
     defaults = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
     size = SimpleNamespace(**{name: given.get(name, defaults[name]) for name in names})
     if size.steps_per_generation is None:
-        whole = size.per_device_train_batch_size * world_size
+        whole = max(size.per_device_train_batch_size * world_size, 1)
         size.steps_per_generation = (
             size.generation_batch_size // whole
             if size.generation_batch_size
@@ -193,15 +196,23 @@ def _load_task(config: RunConfig, seed: int) -> Task | None:
     task = build(TaskConfig, config.task, "task")
     if not task.name:
         raise ConfigError("task.name is missing, e.g. task: {name: chain_sum}")
-    return load_task(task.name, **{"seed": seed, **task.options})
+    hints: dict[str, Any] = typing.get_type_hints(load_task)
+    options: dict[str, Any] = {"seed": seed}
+    for key, value in task.options.items():
+        if not isinstance(key, str) or key in ("name", "options"):
+            raise ConfigError(f"task.options: {key!r} cannot be an option")
+        options[key] = coerce(value, hints.get(key, Any), f"task.options.{key}")
+    return load_task(task.name, **options)
 
 
 def _check_prompts(prepared: Prepared) -> None:
     """The longest prompt must leave room in the context; said before any model is loaded."""
     if prepared.task is None or not prepared.model_path:
         return
-    tokenizer = AutoTokenizer.from_pretrained(prepared.model_path)
-    context = AutoConfig.from_pretrained(prepared.model_path).max_position_embeddings
+    path, trusted = prepared.model_path, bool(prepared.args.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+    context = config.max_position_embeddings
     for i, row in enumerate(prepared.task.rows):
         ids = encode_prompt(tokenizer, row["prompt"])
         if len(ids) >= context:
@@ -239,7 +250,7 @@ def _make_trainer(prepared: Prepared, log: EventLog) -> MiniTLTTrainer:
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation or "sdpa",
         "dtype": model.dtype,
-        "trust_remote_code": bool(getattr(args, "trust_remote_code", False)),
+        "trust_remote_code": bool(args.trust_remote_code),
         **(args.model_init_kwargs or {}),
     }
     if prepared.task is not None:
@@ -253,10 +264,12 @@ def _make_trainer(prepared: Prepared, log: EventLog) -> MiniTLTTrainer:
             rewards.insert(0, prepared.script.reward_model_name_or_path)
     return MiniTLTTrainer(
         model=prepared.model_path,
-        reward_funcs=[RewardTap(f) if callable(f) else f for f in rewards],
+        reward_funcs=rewards,
         args=args,
         train_dataset=dataset,
-        eval_dataset=eval_dataset(prepared),
+        eval_dataset=None
+        if args.eval_strategy == "no"
+        else hub_dataset(prepared, prepared.script.dataset_test_split),
         peft_config=get_peft_config(model),
         rollout=prepared.rollout,
         drafter=prepared.drafter,
@@ -270,15 +283,7 @@ def hub_dataset(prepared: Prepared, split: str) -> Any:
     script = prepared.script
     if prepared.mixture.datasets:
         return get_dataset(prepared.mixture)[split]
-    from datasets import load_dataset
-
     return load_dataset(script.dataset_name, name=script.dataset_config, split=split)
-
-
-def eval_dataset(prepared: Prepared) -> Any:
-    if prepared.args.eval_strategy == "no":
-        return None
-    return hub_dataset(prepared, prepared.script.dataset_test_split)
 
 
 def _write_run_event(log: EventLog, prepared: Prepared, trainer: MiniTLTTrainer) -> None:
@@ -339,10 +344,8 @@ def compare_plain(trainer: MiniTLTTrainer) -> dict[str, Any]:
 
 def count_mismatches(left: list[list[int]], right: list[list[int]]) -> int:
     """Positions at which two lists of completions differ; missing tokens count."""
-    total = 0
-    for a, b in zip(left, right, strict=True):
-        total += abs(len(a) - len(b)) + sum(x != y for x, y in zip(a, b, strict=False))
-    return total
+    pairs = [pair for a, b in zip(left, right, strict=True) for pair in zip_longest(a, b)]
+    return sum(a != b for a, b in pairs)
 
 
 class StateCallback(TrainerCallback):
@@ -398,43 +401,39 @@ def save_state(trainer: MiniTLTTrainer, folder: Path) -> None:
         ],
     }
     tensors["plain"] = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
-    path = folder / f"rank{rank}.safetensors"
-    save_file(tensors, path.with_suffix(".tmp"), {"crc32": fingerprint(tensors)})
-    path.with_suffix(".tmp").replace(path)
+    path, checksum = folder / f"rank{rank}.safetensors", {"crc32": fingerprint(tensors)}
+    write_atomically(path, lambda beside: save_file(tensors, beside, checksum))
 
 
 _COUNTERS = ("generation", "evaluations", "_step")  # _step: TRL's, of micro batches
 
 
 def load_state(trainer: MiniTLTTrainer, folder: Path) -> None:
-    """Raises ConfigError when this rank's part of the checkpoint is missing, torn or foreign."""
+    """Raises ValueError when this rank's part of the checkpoint is missing, torn or foreign."""
     rank, parts = trainer.accelerator.process_index, trainer.speculation
     path, ranks = folder / f"rank{rank}.safetensors", trainer.accelerator.num_processes
-    pieces: dict[str, dict[str, Any]] = {}
-    try:
+    hint = "; remove that checkpoint to resume from the one before, or start a new run"
+    with reading(path, hint):
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if fingerprint(tensors) != (file.metadata() or {}).get("crc32"):
                 raise ValueError("its checksum is wrong")
-        for name, tensor in tensors.items():
-            piece, _, rest = name.partition(".")
-            pieces.setdefault(piece, {})[rest] = tensor
+        pieces = by_piece(tensors)
         plain = json.loads(pieces["plain"][""].numpy().tobytes())
-        if plain["ranks"] != ranks:
-            raise ValueError(f"the run had {plain['ranks']} ranks, not {ranks}")
+    if plain["ranks"] != ranks:
+        raise ConfigError(f"{folder}: the run had {plain['ranks']} ranks, not {ranks}")
+    with reading(path, hint):
         for name in _COUNTERS:
             setattr(trainer, name, plain["counters"][name])
         parts.engine.policy_version = plain["policy_version"]
         parts.engine.bandit.load_state_dict(plain["bandit"])
         parts.trainer.load_state_dict(pieces["trainer"])
         parts.ngram.load_state_dict(pieces["ngram"])
-        batches = [{**b, **pieces[f"batch{i}"]} for i, b in enumerate(plain["batches"])]
-        trainer._buffered_inputs = batches or None
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(
-            f"{path} does not hold what rank {rank} needs to resume ({error}); remove that "
-            "checkpoint to resume from the one before, or start a new run"
-        ) from error
+        device = trainer.accelerator.device
+        trainer._buffered_inputs = [
+            {**batch, **{n: t.to(device) for n, t in pieces[f"batch{i}"].items()}}
+            for i, batch in enumerate(plain["batches"])
+        ] or None
     parts.proposer.reload()
 
 
@@ -446,9 +445,7 @@ def seal(folder: Path) -> None:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
             sizes[str(path.relative_to(folder))] = path.stat().st_size
-    beside = folder / _STATE / ".whole"
-    beside.write_text(json.dumps(sizes), encoding="utf-8")
-    beside.replace(folder / _STATE / _WHOLE)
+    write_atomically(folder / _STATE / _WHOLE, json.dumps(sizes))
 
 
 def is_whole(folder: Path) -> bool:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from minitlt.common import read_jsonl
 from minitlt.drafter import Eagle3Proposer, NgramDrafter
 from minitlt.eagle3 import Eagle3Config, Eagle3Drafter
 from minitlt.export import check_export, export_drafter, import_drafter
@@ -35,10 +36,11 @@ from minitlt.kernels import row_key
 from minitlt.models import resolve_drafter, resolve_model
 from minitlt.spec import Arm, Bandit, RolloutEngine, Row, SamplingParams
 from minitlt.target import make_target
-from minitlt.tasks import encode_prompt
+from minitlt.tasks import encode_prompt, is_prompt
 
 _CHUNK = 1024  # prompts handed to the engine at once; it refills its slots from them
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_NO_CODE = {"trust_remote_code": False}  # left out, transformers would ask on the terminal
 Prompt = str | list[dict[str, Any]]
 
 
@@ -71,10 +73,11 @@ def load_served(
     path, folder = resolve_model(model), resolve_drafter(drafter) if drafter else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights = _DTYPES.get(dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, **_NO_CODE)
+    tokenizer = AutoTokenizer.from_pretrained(path, **_NO_CODE)
     drafters: list[Any] = [NgramDrafter()]
     eagle = _read_drafter(folder, config, weights, device) if folder else None
-    module = AutoModelForCausalLM.from_pretrained(path, dtype=weights).to(device)
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=weights, **_NO_CODE).to(device)
     stop_ids = stop_tokens(module, tokenizer)
     target = make_target(module, dtype=weights, device=device)
     if eagle is not None:
@@ -107,33 +110,21 @@ def _read_drafter(
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a JSONL file: per line a text, a list of messages, or an object with a
     `prompt` that is one of these. ValueError names the line."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise ValueError(f"cannot read --prompts {path}: {reason}") from error
-    prompts = [_prompt(line, f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    prompts = [_prompt(value, where) for where, value in read_jsonl(path)]
     if not prompts:
         raise ValueError(f"{path} holds no prompts; give one JSON object with 'prompt' per line")
     return prompts
 
 
-def _prompt(line: str, where: str) -> Prompt:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
+def _prompt(value: Any, where: str) -> Prompt:
     if isinstance(value, dict):
         if "prompt" not in value:
             raise ValueError(f"{where}: no 'prompt', only {', '.join(sorted(value)) or 'nothing'}")
         value = value["prompt"]
-    messages = isinstance(value, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("content"), str) and "role" in turn
-        for turn in value
-    )
-    if not value or not (isinstance(value, str) or messages):
+    if not is_prompt(value):
         raise ValueError(f"{where}: the prompt must be text or messages with role and content")
-    return value
+    prompt: Prompt = value
+    return prompt
 
 
 class RowFile:
@@ -345,7 +336,7 @@ def export(
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"DEST {str(folder)!r} is a file; choose a folder")
     target = resolve_model(model or _policy_of(source))
-    module = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    module = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, **_NO_CODE)
     drafter = _read_drafter(origin, module.config, torch.float32, torch.device("cpu"), read_as)
     drafter.tie(module.get_input_embeddings().weight, module.get_output_embeddings().weight)
     where = str(Path(target).resolve()) if Path(target).is_dir() else target

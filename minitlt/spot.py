@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 
 from minitlt import swap
-from minitlt.config import option
+from minitlt.common import option
 from minitlt.ranks import Ranks
 from minitlt.swap import Tensors, fingerprint
 

@@ -22,13 +22,14 @@ import shutil
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from minitlt.common import write_atomically
 
 FORMAT = "minitlt-swap-1"
 _SHARED = "/dev/shm"
@@ -161,27 +162,6 @@ def read_drafter(path: Path, like: Tensors | None = None) -> tuple[Tensors, dict
     if fingerprint(tensors) != header.get("crc32"):
         raise ValueError(f"{path}: the checksum is wrong")
     return tensors, numbers
-
-
-def write_atomically(path: Path, write: Callable[[Path], Any]) -> Path:
-    """Writes beside `path`, syncs, renames: a reader finds the old file or the new, never half."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(beside)
-        _sync(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-    _sync(path.parent)  # the rename itself must reach the disk as well
-    return path
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def copy_durably(source: int, path: Path) -> Path:

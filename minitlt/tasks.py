@@ -20,9 +20,7 @@ Left out: mixtures of tasks, curricula, streaming. Use `load_dataset` and TRL fo
 import ast
 import contextlib
 import dataclasses
-import difflib
 import inspect
-import json
 import logging
 import math
 import os
@@ -37,6 +35,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from minitlt.common import one_line, read_jsonl, suggest
 
 Row = dict[str, Any]
 Reward = Callable[..., Sequence[float | None]]
@@ -73,7 +73,7 @@ class PromptStyle:
 
     system: str | None = None
     suffix: str = SUFFIX
-    example: tuple[str, str] | None = None
+    example: Sequence[str] | None = None
     chat: bool = True
 
     def prompt(self, question: str) -> str | list[dict[str, str]]:
@@ -97,10 +97,10 @@ def load_task(
     seed: int = 0,
     system: str | None = None,
     suffix: str | None = None,
-    example: Sequence[str] | None = None,
+    example: list[str] | None = None,
     chat: bool = True,
-    rewards: str | Sequence[str | Reward] | None = None,
-    reward_weights: Sequence[float] | None = None,
+    rewards: str | list[str | Reward] | None = None,
+    reward_weights: list[float] | None = None,
     **options: Any,
 ) -> Task:
     """Load a task by name.
@@ -123,14 +123,8 @@ def load_task(
         raise ValueError(f"task {name!r}: size must be at least 1, not {size}")
     if example is not None and len(example) != 2:
         raise ValueError(f"task {name!r}: example must be a question and a reply")
-    style = PromptStyle(
-        system,
-        SUFFIX if suffix is None else suffix,
-        (example[0], example[1]) if example is not None else None,
-        chat,
-    )
-    wanted = [rewards] if isinstance(rewards, str) else rewards
-    given = None if wanted is None else resolve_rewards(wanted)  # before anything is fetched
+    style = PromptStyle(system, SUFFIX if suffix is None else suffix, example, chat)
+    given = None if rewards is None else resolve_rewards(rewards)  # before anything is fetched
     own: list[str | Reward]
     if name.endswith(".jsonl"):
         rows, own = _jsonl_rows(Path(name), size, style, options), ["exact", "format"]
@@ -140,27 +134,20 @@ def load_task(
         rows, scorer = _gym_rows(name, size, seed, style, options)
         own = [scorer, "format"]
     functions = resolve_rewards(own) if given is None else given
-    if reward_weights is None:
-        weights = [0.2 if function.__name__ == "answer_format" else 1.0 for function in functions]
-    else:
-        weights = [float(weight) for weight in reward_weights]
-    if len(weights) != len(functions):
-        raise ValueError(
-            f"task {name!r}: {len(weights)} reward_weights for {len(functions)} "
-            f"rewards ({', '.join(f.__name__ for f in functions)})"
-        )
-    return Task(name, rows, functions, weights)
+    names = [function.__name__ for function in functions]
+    weights = reward_weights or [0.2 if name == "answer_format" else 1.0 for name in names]
+    if len(weights) != len(names):
+        raise ValueError(f"task {name!r}: {len(weights)} reward_weights for {len(names)} rewards "
+                         f"({', '.join(names)})")  # fmt: skip
+    return Task(name, rows, functions, [float(weight) for weight in weights])
 
 
 def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
     """Token ids of a prompt as TRL sees it: text as it is, messages through the chat template."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
-    return list(
-        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
-    )
+    turns = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+    return list(turns["input_ids"])
 
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:
@@ -269,12 +256,8 @@ class GuardedReward:
     def __call__(
         self, prompts: list[Any], completions: list[Any], completion_ids: Any = None, **columns: Any
     ) -> list[float | None]:
-        columns = {
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": completion_ids,
-            **columns,
-        }
+        columns |= {"prompts": prompts, "completions": completions}
+        columns["completion_ids"] = completion_ids
         count = len(completions)
         try:
             with time_limit(self.time_limit):
@@ -336,20 +319,12 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-_OWN_REWARDS: dict[str, Reward] = {
-    "exact": exact_answer,
-    "math": math_answer,
-    "format": answer_format,
-}
-_TRL_REWARDS = [
-    "accuracy_reward",
-    "reasoning_accuracy_reward",
-    "think_format_reward",
-    "get_soft_overlong_punishment",
-]
+_OWN: dict[str, Reward] = {"exact": exact_answer, "math": math_answer, "format": answer_format}
+_TRL = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward",
+        "get_soft_overlong_punishment"]  # fmt: skip
 
 
-def resolve_rewards(rewards: Sequence[str | Reward]) -> list[GuardedReward]:
+def resolve_rewards(rewards: str | Sequence[str | Reward]) -> list[GuardedReward]:
     """Turn names into guarded reward functions.
 
     Names: `exact`, `math`, `format` (this module), the names that `trl grpo` knows (with the same
@@ -359,56 +334,40 @@ def resolve_rewards(rewards: Sequence[str | Reward]) -> list[GuardedReward]:
     Raises:
         ValueError: unknown name, with the nearest valid ones, or a path that cannot be imported.
     """
-    if isinstance(rewards, str):
-        rewards = [rewards]
-    return [
-        reward
-        if isinstance(reward, GuardedReward)
-        else GuardedReward(_reward_by_name(reward) if isinstance(reward, str) else reward)
-        for reward in rewards
-    ]
+    named = [rewards] if isinstance(rewards, str) else rewards
+    functions = [_reward_by_name(r) if isinstance(r, str) else r for r in named]
+    if odd := [function for function in functions if not callable(function)]:
+        raise ValueError(f"reward {odd[0]!r} is neither a name nor a function")
+    return [f if isinstance(f, GuardedReward) else GuardedReward(f) for f in functions]
 
 
 def _reward_by_name(name: str) -> Reward:
-    if name in _OWN_REWARDS:
-        return _OWN_REWARDS[name]
-    if name in _TRL_REWARDS:
+    if name in _OWN:
+        return _OWN[name]
+    if name in _TRL:
         function = getattr(import_module("trl.rewards"), name)
         if name == "get_soft_overlong_punishment":  # the parameters `trl grpo` gives it
             return function(max_completion_len=1280, soft_punish_cache=256)
         return function
-    if "." not in name:
-        near = _nearest(name, [*_OWN_REWARDS, *_TRL_REWARDS])
-        raise ValueError(
-            f"unknown reward {name!r}; {near}, or a dotted path to a function (my_module.my_reward)"
-        )
-    module_name, _, attribute = name.rpartition(".")
+    module_name, dot, attribute = name.rpartition(".")
+    if not dot:
+        raise ValueError(f"unknown reward {name!r}; {suggest(name, [*_OWN, *_TRL])}, or a dotted "
+                         "path to a function (my_module.my_reward)")  # fmt: skip
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"reward {name!r}: cannot import {module_name!r} ({error}); give a "
-            "module that can be imported from here, then the function"
-        ) from error
+    except (ImportError, ValueError, TypeError) as error:  # also "..x" and other odd names
+        said = (
+            f"cannot import {module_name!r} ({error}); give a module that can be imported from here"
+        )
+        raise ValueError(f"reward {name!r}: {said}, then the function") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if callable(value)]
-        raise ValueError(
-            f"reward {name!r}: {module_name!r} has no function {attribute!r}; "
-            f"{_nearest(attribute, names)}"
-        )
+        raise ValueError(f"reward {name!r}: {module_name!r} has no function {attribute!r}; "
+                         f"{suggest(attribute, names)}")  # fmt: skip
     return function
-
-
-def _nearest(name: str, valid: Sequence[str]) -> str:
-    """`did you mean 'a' or 'b'?`, or the list if nothing is near."""
-    near = difflib.get_close_matches(name, valid, 3, 0.5)
-    if near:
-        return "did you mean " + " or ".join(repr(word) for word in near) + "?"
-    shown = sorted(valid)
-    return "valid: " + ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")
 
 
 def _gym_rows(
@@ -420,14 +379,10 @@ def _gym_rows(
     known = sorted(set(factory.DATASETS) - {"composite"})  # a mixture, not a task
     short = name.removeprefix("reasoning_gym:")
     if short not in known:
-        raise ValueError(
-            f"unknown task {name!r}; {_nearest(short, [*known, *HUB_SETS])} (a "
-            "reasoning-gym data set, gsm8k, math500, hub:owner/name or a .jsonl file)"
-        )
-    valid = [field.name for field in dataclasses.fields(factory.DATASETS[short][1])]
-    for option in options:
-        if option not in valid:
-            raise ValueError(f"task {short!r} has no option {option!r}; {_nearest(option, valid)}")
+        raise ValueError(f"unknown task {name!r}; {suggest(short, [*known, *HUB_SETS])} (a "
+                         "reasoning-gym data set, gsm8k, math500, hub:owner/name or a .jsonl file)"
+                         )  # fmt: skip
+    _known_options(short, options, [f.name for f in dataclasses.fields(factory.DATASETS[short][1])])
     with _random_state(seed):
         try:
             dataset = factory.create_dataset(short, seed=seed, size=size, **options)
@@ -442,6 +397,12 @@ def _gym_rows(
         for index, entry in enumerate(entries)
     ]
     return rows, _gym_reward(short, dataset, entries)
+
+
+def _known_options(name: str, options: dict[str, Any], valid: Sequence[str]) -> None:
+    for option in options:
+        if option not in valid:
+            raise ValueError(f"task {name!r} has no option {option!r}; {suggest(option, valid)}")
 
 
 def _gym_reward(name: str, dataset: Any, entries: list[Any]) -> Reward:
@@ -480,42 +441,10 @@ def _dangers(dataset: Any) -> set[str]:
     return found
 
 
-_MATH_NAMES = {
-    "sqrt",
-    "exp",
-    "log",
-    "ln",
-    "sin",
-    "cos",
-    "tan",
-    "sec",
-    "csc",
-    "cot",
-    "asin",
-    "acos",
-    "atan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "Abs",
-    "pi",
-}
-_MATH_NODES = (
-    ast.Expression,
-    ast.BinOp,
-    ast.Add,
-    ast.Sub,
-    ast.Mult,
-    ast.Div,
-    ast.Pow,
-    ast.UnaryOp,
-    ast.UAdd,
-    ast.USub,
-    ast.Constant,
-    ast.Name,
-    ast.Load,
-    ast.Call,
-)
+_MATH_NAMES = {"sqrt", "exp", "log", "ln", "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos",
+               "atan", "sinh", "cosh", "tanh", "Abs", "pi"}  # fmt: skip
+_MATH_NODES = (ast.Expression, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow,
+               ast.UnaryOp, ast.UAdd, ast.USub, ast.Load)  # fmt: skip
 
 
 def is_harmless(answer: str, dangers: set[str]) -> bool:
@@ -592,43 +521,33 @@ def _hub_rows(
         name, (name.removeprefix("hub:"), None, "train", "question", "answer")
     )
     given = {"config": config, "split": split, "question": question, "answer": answer}
-    for option in options:
-        if option not in given:
-            raise ValueError(
-                f"task {name!r} has no option {option!r}; {_nearest(option, list(given))}"
-            )
+    _known_options(name, options, list(given))
     given.update(options)
     constants: Any = import_module("huggingface_hub.constants")
+    problem, kind = None, HubUnreachable if constants.HF_HUB_OFFLINE else ValueError
     if not constants.HF_HUB_OFFLINE:  # offline, `datasets` itself looks into its cache at once
         problem = hub_answers(f"{constants.ENDPOINT}/api/datasets/{path}", hub_timeout)
-        if problem:
-            kind = ValueError if problem.startswith("the Hub says 4") else HubUnreachable
-            raise kind(
-                f"data set {path!r} cannot be loaded: {problem}; set HF_HUB_OFFLINE=1 "
-                "to use a cached copy, or take a reasoning-gym task or a .jsonl file"
-            )
+        if problem and not problem.startswith("the Hub says 4"):
+            kind = HubUnreachable
     try:
+        if problem:
+            raise OSError(problem)
         load: Any = import_module("datasets").load_dataset
         dataset = load(path, given["config"], split=given["split"])
     except Exception as error:  # hub, network, parser and cache errors of many types
-        said = str(error).splitlines()[0] if str(error) else ""
-        kind = HubUnreachable if constants.HF_HUB_OFFLINE else ValueError
-        raise kind(
-            f"data set {path!r} cannot be loaded: {type(error).__name__}: {said}; "
-            "take a reasoning-gym task or a .jsonl file instead"
-        ) from error
-    for column in (given["question"], given["answer"]):
+        said = problem or f"{type(error).__name__}: {one_line(error)}"
+        hint = "set HF_HUB_OFFLINE=1 to use a copy, or take a reasoning-gym task or a .jsonl file"
+        raise kind(f"data set {path!r} cannot be loaded: {said}; {hint}") from error
+    columns = given["question"], given["answer"]
+    for column in columns:
         if column not in dataset.column_names:
-            raise ValueError(
-                f"data set {path!r} has no column {column!r} but "
-                f"{dataset.column_names}; set the options question= and answer="
-            )
+            there = dataset.column_names
+            raise ValueError(f"data set {path!r} has no column {column!r} but {there}; set the "
+                             "options question= and answer=")  # fmt: skip
     return [
-        {
-            "prompt": style.prompt(str(row[given["question"]])),
-            "answer": _after_hashes(str(row[given["answer"]])),
-        }
+        {"prompt": style.prompt(str(question)), "answer": _after_hashes(str(answer))}
         for row in dataset.select(range(min(size, len(dataset))))
+        for question, answer in [[row[column] for column in columns]]
     ]
 
 
@@ -646,60 +565,44 @@ def _jsonl_rows(path: Path, size: int, style: PromptStyle, options: dict[str, An
     if options:
         raise ValueError(f"task {str(path)!r} takes no option {sorted(options)[0]!r}")
     rows: list[Row] = []
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip() and len(rows) < size:
-                    rows.append(_jsonl_row(line, f"{path} line {number}", style))
-                    if rows[-1].keys() != rows[0].keys():
-                        raise ValueError(
-                            f"{path} line {number}: columns {sorted(rows[-1])} differ "
-                            f"from the first row's {sorted(rows[0])}"
-                        )
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"cannot read {path}: {getattr(error, 'strerror', None) or error}; give a "
-            "UTF-8 file with one JSON object per line"
-        ) from error
+    for where, value in read_jsonl(path):
+        rows.append(_jsonl_row(value, where, style))
+        if rows[-1].keys() != rows[0].keys():
+            raise ValueError(f"{where}: columns {sorted(rows[-1])} differ from the first row's "
+                             f"{sorted(rows[0])}")  # fmt: skip
+        if len(rows) == size:
+            break
     if not rows:
-        raise ValueError(
-            f"{path} holds no rows; give one JSON object per line with 'prompt' and 'answer'"
-        )
+        raise ValueError(f"{path} holds no rows; give one object with 'prompt' and 'answer' a line")
     return rows
 
 
-def _jsonl_row(line: str, where: str, style: PromptStyle) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
+def is_prompt(value: Any) -> bool:
+    """Text, or messages with text under 'role' and 'content'."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    turns = value if isinstance(value, list) else []
+    return bool(turns) and all(
+        isinstance(turn, dict) and isinstance(turn.get(key), str)
+        for turn in turns
+        for key in ("role", "content")
+    )
+
+
+def _jsonl_row(row: Any, where: str, style: PromptStyle) -> Row:
     if not isinstance(row, dict):
-        raise ValueError(
-            f"{where}: must be an object with 'prompt' and 'answer', not {type(row).__name__}"
-        )
+        raise ValueError(f"{where}: must be an object with 'prompt' and 'answer', not {row!r:.40}")
     for key in ("prompt", "answer"):
         if key not in row:
             raise ValueError(f"{where}: no {key!r}; it has {sorted(row)}")
     if taken := _RESERVED & row.keys():
         raise ValueError(f"{where}: column {sorted(taken)[0]!r} is a name that TRL uses; rename it")
-    if not isinstance(row["answer"], str | int | float):
-        raise ValueError(
-            f"{where}: 'answer' must be text or a number, not {type(row['answer']).__name__}"
-        )
-    prompt = row["prompt"]
-    if isinstance(prompt, str) and prompt.strip():
-        prompt = style.prompt(prompt)
-    elif not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
-        raise ValueError(
-            f"{where}: 'prompt' must be text or a list of messages with text under "
-            "'role' and 'content'"
-        )
-    return {**row, "prompt": prompt, "answer": str(row["answer"])}
-
-
-def _is_message(turn: Any) -> bool:
-    return (
-        isinstance(turn, dict)
-        and isinstance(turn.get("role"), str)
-        and isinstance(turn.get("content"), str)
-    )
+    prompt, answer = row["prompt"], row["answer"]
+    if not isinstance(answer, str | int | float):
+        kind = type(answer).__name__
+        raise ValueError(f"{where}: 'answer' must be text or a number, not {kind}")
+    if not is_prompt(prompt):
+        raise ValueError(f"{where}: 'prompt' must be text or a list of messages with text under "
+                         "'role' and 'content'")  # fmt: skip
+    prompt = style.prompt(prompt) if isinstance(prompt, str) else prompt
+    return {**row, "prompt": prompt, "answer": str(answer)}

@@ -44,8 +44,10 @@ def run_warmup(prepared: Prepared, folder: Path, seconds: float, steps: int = 0)
         raise ValueError(f"--out {str(folder)!r} is a file; choose a folder")
     on_cpu = args.use_cpu or not torch.cuda.is_available()
     device = torch.device("cpu" if on_cpu else "cuda")
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=prepared.model.dtype).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=prepared.model.dtype, trust_remote_code=False
+    ).to(device)
     parts = build_speculation(
         model,
         prepared.rollout,

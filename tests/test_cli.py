@@ -30,6 +30,7 @@ from minitlt.config import (
     recipe_paths,
 )
 from minitlt.doctor import check_seam
+from minitlt.launch import last_line
 
 
 def minitlt(*arguments):
@@ -132,6 +133,23 @@ def test_resume_of_a_missing_or_half_written_run(config, tmp_path, make, message
     done = minitlt("train", "--resume", tmp_path)
     assert done.exit_code == 2
     assert message in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("[rank0]: Traceback (most recent call last):\n[rank0]: OSError: [Errno 28] No space\n"
+         "/a/b.py:3: FutureWarning: x is old\n  warnings.warn(\n", "OSError: [Errno 28] No space"),
+        ("minitlt: a reward is short\n[rank0]:[W11 Process.cpp] x\n", "minitlt: a reward is short"),
+        ("torch.OutOfMemoryError: CUDA\n\n", "torch.OutOfMemoryError: CUDA"),
+        ("Bus error\n/a/b.py:3: UserWarning: y\n", "Bus error"),
+        ("/a/b.py:3: UserWarning: y\n", "no output"),
+    ],
+)  # fmt: skip
+def test_the_last_error_of_a_rank_is_found_among_warnings(tmp_path, lines, said):
+    (tmp_path / "rank0.log").write_text(lines)
+    assert last_line(tmp_path / "rank0.log") == said
+    assert last_line(tmp_path / "none.log") == "no output"
 
 
 def test_dry_run_prints_the_config_and_the_batch_algebra(config, tmp_path, monkeypatch):

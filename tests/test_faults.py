@@ -7,6 +7,7 @@ tests/test_faults.py
 """
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -18,16 +19,18 @@ from statistics import median
 
 import psutil
 import pytest
+import torch
 import yaml
 from tiny import save_tiny_model
 
+from minitlt.distill import DrafterTrainer
 from minitlt.events import read_events
+from minitlt.rl import MiniTLTTrainer
 from minitlt.run import checkpoints, last_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 PATIENCE_S = 900.0  # for a phase to come, on a busy machine
 END_S = 60.0  # promised from a fault to the end
-SHARED = Path("/dev/shm")
 
 
 def plain_reward(completions, **_):
@@ -53,6 +56,24 @@ def nan_reward(completions, **_):
 
 def hanging_reward(completions, **_):
     time.sleep(3600)
+
+
+def starved_reward(completions, **_):
+    """From the second generation on, the drafter's train step finds no memory."""
+
+    def starve(*_):
+        raise torch.OutOfMemoryError("no memory left")
+
+    DrafterTrainer.train_step = starve
+    return plain_reward(completions)
+
+
+def diverging_reward(completions, **_):
+    """From the second generation on, the policy's weights are NaN."""
+    (trainer,) = (o for o in gc.get_objects() if isinstance(o, MiniTLTTrainer))
+    with torch.no_grad():
+        trainer.model.lm_head.weight.fill_(torch.nan)
+    return plain_reward(completions)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +127,7 @@ class Run:
     started = []  # noqa: RUF012 (one list for all)
 
     def __init__(self, folder, *arguments, before=(), **environment):
-        self.folder, self.ranks, self.token = folder, [], "none"
+        self.folder, self.ranks, self.folders = folder, [], set()
         command = [sys.executable, "-m", "minitlt.cli", "train", *map(str, arguments)]
         self.process = subprocess.Popen(
             [*before, *command],
@@ -138,12 +159,14 @@ class Run:
             (c for c in children if "RANK" in c.environ()), key=lambda c: c.environ()["RANK"]
         )
         assert len(self.ranks) == 2
-        opened = [Path(f.path).name for rank in self.ranks for f in rank.open_files()]
-        self.token = next(name for name in opened if name.startswith("minitlt-")).split("-")[1]
+        opened = [Path(f"/proc/{rank.pid}/fd") for rank in self.ranks]
+        names = [os.readlink(fd) for folder in opened for fd in folder.iterdir() if fd.is_symlink()]
+        self.folders = {Path(name) for name in names if "/minitlt-" in name and "/shm/" in name}
+        assert len(self.folders) == 1
 
     def shared(self):
         """This run's files in shared memory."""
-        return list(SHARED.glob(f"minitlt-{self.token}-*"))
+        return [path for folder in self.folders if folder.exists() for path in folder.iterdir()]
 
     def end(self, within=PATIENCE_S):
         """(exit code, stderr's own lines); nothing of the run is left."""
@@ -156,7 +179,7 @@ class Run:
         print(f"ended after {time.monotonic() - started:.1f} s: {stderr.strip()}")
         _, alive = psutil.wait_procs(self.ranks, timeout=1)
         assert not alive
-        assert not self.shared()
+        assert not any(folder.exists() for folder in self.folders)
         assert "Traceback" not in stderr, stderr
         return self.process.returncode, [s for s in stderr.splitlines() if s.startswith("minitlt:")]
 
@@ -177,7 +200,7 @@ def resume(folder):
 
 @pytest.mark.parametrize(
     ("phase", "rank"),
-    [("generating", 1), ("harvesting", 1), ("updating", 0), ("checkpointing", 1)],
+    [("generating", 1), ("harvesting", 1), ("merging", 1), ("updating", 0), ("checkpointing", 1)],
 )
 def test_a_killed_rank_ends_the_run(recipe, tmp_path, phase, rank):
     folder = tmp_path / "run"
@@ -185,7 +208,9 @@ def test_a_killed_rank_ends_the_run(recipe, tmp_path, phase, rank):
         "slow_reward" if phase == "updating" else "plain_reward",
         max_completion_length=400 if phase == "generating" else 48,
         generation_kwargs={"min_new_tokens": 390 if phase == "generating" else 1},
-        spot={"steps_per_window": 10_000} if phase == "harvesting" else {},
+        spot={"steps_per_window": 10_000 if phase == "harvesting" else 40}
+        if phase in ("harvesting", "merging")
+        else {},
         drafter={"draft_vocab_size": 64, "pack_tokens": 64},
     )
     run = Run(folder, "--config", config, "--run-dir", folder)
@@ -193,6 +218,11 @@ def test_a_killed_rank_ends_the_run(recipe, tmp_path, phase, rank):
         run.wait_for("rollout_progress", rank)
     elif phase == "harvesting":
         run.wait_for("harvest_step", rank)
+    elif phase == "merging":  # rank 0 has ended its window and waits for rank 1's drafter
+        run.wait_for("harvest_step", rank, step=2)
+        run.ranks[rank].suspend()
+        run.wait_for("harvest_end", 0, step=2)
+        time.sleep(0.5)
     elif phase == "updating":
         run.wait_for("merge", rank, step=2)
     else:
@@ -203,20 +233,63 @@ def test_a_killed_rank_ends_the_run(recipe, tmp_path, phase, rank):
     code, lines = run.end(within=END_S)
     assert code == 1
     assert len(lines) == 1 and f"rank {rank} was killed" in lines[0]
-    if phase in ("updating", "checkpointing"):
+    if phase in ("merging", "updating", "checkpointing"):
         assert resume(folder) in (1, 2)
 
 
 def test_a_killed_launcher_takes_its_ranks_along(recipe, tmp_path):
     folder = tmp_path / "run"
     run = Run(folder, "--config", recipe(), "--run-dir", folder)
-    run.wait_for("update", step=1)
+    run.wait_for("update", step=2)
     run.process.kill()
     _, alive = psutil.wait_procs(run.ranks, timeout=END_S)
     assert not alive
-    assert not run.shared()
+    assert not any(folder.exists() for folder in run.folders)
     run.end()
-    assert resume(folder) >= 1
+    newest, before = checkpoints(folder / "checkpoints")
+    weights = newest / "model.safetensors"  # torn, as if the disk had lost the end of it
+    os.truncate(weights, weights.stat().st_size // 2)
+    assert resume(folder) == int(before.name.split("-")[1])
+
+
+def test_a_torn_hot_swap_file_is_skipped(recipe, tmp_path):
+    """While both ranks decode, rank 1's published drafter is replaced by noise."""
+    folder = tmp_path / "run"
+    config = recipe(
+        max_steps=1, max_completion_length=300, generation_kwargs={"min_new_tokens": 290}
+    )
+    run = Run(folder, "--config", config, "--run-dir", folder)
+    run.wait_for("rollout_start", 0)
+    (shared,) = run.folders
+    torn = shared / "r1.noise"
+    torn.write_bytes(os.urandom(4000))
+    torn.rename(torn.with_suffix(".safetensors"))
+    assert run.end() == (0, [])
+    guards = [e for e in read_events(folder / "events.jsonl") if e["event"] == "guard"]
+    assert {e["name"] for e in guards if e["rank"] == 0} == {"swap_file_skipped"}
+    assert "torn or foreign" in guards[0]["message"]
+
+
+def test_a_drafter_without_memory_ends_harvesting_not_the_run(recipe, tmp_path):
+    folder = tmp_path / "run"
+    run = Run(folder, "--config", recipe("starved_reward"), "--run-dir", folder)
+    assert run.end() == (0, [])
+    events = read_events(folder / "events.jsonl")
+    guards = [e for e in events if e["event"] == "guard" and e["name"] == "out_of_memory"]
+    assert sorted(e["rank"] for e in guards) == [0, 1]  # said once on each
+    assert all("harvesting is off" in e["message"] and e["count"] == 1 for e in guards)
+    ends = [e for e in events if e["event"] == "harvest_end" and e["step"] > 1]
+    assert len(ends) == 6 and not any(e["drafter_steps"] for e in ends)
+    assert max(e["step"] for e in events if e["event"] == "update") == 4
+
+
+def test_nan_logits_of_the_policy_end_the_run(recipe, tmp_path):
+    folder = tmp_path / "run"
+    run = Run(folder, "--config", recipe("diverging_reward"), "--run-dir", folder)
+    code, lines = run.end()
+    assert code == 1 and len(lines) == 1
+    assert "the policy's logits are all NaN (row 0, token 0): its weights have diverged" in lines[0]
+    assert last_checkpoint(folder).name == "checkpoint-1"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -229,7 +302,7 @@ def test_interrupts_save_and_resume(recipe, tmp_path, number):
     assert run.process.returncode == 130
     assert "--resume" in stderr and "Traceback" not in stderr
     assert not psutil.wait_procs(run.ranks, timeout=1)[1]
-    assert not run.shared()
+    assert not any(folder.exists() for folder in run.folders)
     step = int(last_checkpoint(folder).name.split("-")[-1])
     again = Run(folder, "--resume", folder)
     assert again.end()[0] == 0

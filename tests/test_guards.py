@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,6 +163,22 @@ def test_lost_and_doubled_rows_end_the_run(trainer, monkeypatch, spoil):
     assert trainer.event_log.guards()["rows"]["count"] == 1
 
 
+def test_padding_in_a_row_ends_the_run(trainer, monkeypatch):
+    """The pad of a draft, -1, where a token should be."""
+    engine = trainer.speculation.engine
+    real = engine.generate
+
+    def spoiled(*args):
+        rollout = real(*args)
+        rollout.completion_ids[1][-1] = -1
+        return rollout
+
+    monkeypatch.setattr(engine, "generate", spoiled)
+    with pytest.raises(RuntimeError, match="guard padding: a row holds a padding token"):
+        generate(trainer)
+    assert trainer.event_log.guards()["padding"]["count"] == 1
+
+
 def test_failures_of_rewards_are_counted():
     log, calls = ListLog(), []
 
@@ -177,6 +194,42 @@ def test_failures_of_rewards_are_counted():
     guards.rewards([reward, flaky])
     assert guards.counts == {"reward_failed": 2}
     assert "flaky" in log.guards()["reward_failed"]["message"]
+
+
+def test_row_rewards_of_the_log_are_those_of_their_row(model_dir, tmp_path):
+    """Two functions and a model between them; the log's rows have TRL's own weighted sum."""
+
+    class Judge(torch.nn.Module):
+        config = SimpleNamespace(_name_or_path="judge", to_dict=dict)
+
+        def forward(self, input_ids, **_):
+            return SimpleNamespace(logits=input_ids.float().mean(1, keepdim=True))
+
+    def long(completions, **_):
+        return [float(len(c)) for c in completions]
+
+    log = ListLog()
+    trainer = make_trainer(model_dir, tmp_path, log=log, steps=2)
+    parts = trainer.speculation
+    tokenizer = trainer._tokenizer
+    trainer.reward_funcs, trainer.reward_weights = [Judge(), long], torch.tensor([1.0, 10.0])
+    trainer.reward_func_names = ["judge", "long"]
+    trainer.reward_processing_classes = [tokenizer, None]
+    seen, score = [], trainer._calculate_rewards
+
+    def spy(*args):
+        seen.append(score(*args))
+        return seen[-1]
+
+    trainer._calculate_rewards = spy
+    trainer.train()
+    parts.spot.close()
+    rows = [e for e in log.lines if e["event"] == "row"]
+    assert len(rows) == 4 and len(seen) == 2
+    for e in rows:
+        want = seen[e["step"] - 1][e["row"]] @ torch.tensor([1.0, 10.0])
+        assert e["reward"] == pytest.approx(want.item(), rel=1e-6)
+    assert len({e["reward"] for e in rows}) > 1
 
 
 def test_guards_speak_less_and_less_often():
@@ -236,10 +289,12 @@ def test_a_spoiled_part_is_named(trainer, checkpoint):
     whole = path.read_bytes()
     for spoiled in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), b"", b"no such format"):
         path.write_bytes(spoiled)
-        with pytest.raises(ConfigError, match="does not hold what rank 0 needs to resume"):
+        with pytest.raises(
+            ValueError, match=r"rank0\.safetensors is torn or foreign: .*; remove that checkpoint"
+        ):
             run.load_state(trainer, path.parent)
     path.unlink()
-    with pytest.raises(ConfigError, match=r"rank0\.safetensors does not hold"):
+    with pytest.raises(ValueError, match=r"rank0\.safetensors is torn or foreign: No such file"):
         run.load_state(trainer, path.parent)
 
 

@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "minitlt"
 ALLOWED = {
     "__init__": set(),
     # what anyone may use
+    "common": set(),
     "config": set(),
     "swap": set(),
     # inference
@@ -22,13 +23,13 @@ ALLOWED = {
     "target": {"draft", "kernels"},
     "spec": {"draft", "kernels", "target"},
     # the drafter and its training; spec and drafter never import each other
-    "eagle3": {"config", "draft", "kernels", "swap"},
+    "eagle3": {"draft", "kernels"},
     "ngram": {"draft", "eagle3"},
     "drafter": {"draft", "kernels", "eagle3", "ngram"},
     "distill": {"kernels", "eagle3"},
-    "export": {"eagle3", "drafter", "swap"},
+    "export": {"eagle3", "drafter"},
     "ranks": set(),
-    "spot": {"config", "ranks", "swap"},
+    "spot": {"ranks", "swap"},
     # data, configuration, the log and what is drawn from it: no torch at import
     "models": set(),
     "tasks": {"models"},
@@ -73,7 +74,7 @@ def imports(path):
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.stem)
 def test_modules_import_only_what_comes_before_them(path):
     assert path.stem in ALLOWED, f"{path.name} has no place in the house yet"
-    extra = imports(path) - ALLOWED[path.stem]
+    extra = imports(path) - ALLOWED[path.stem] - {"common"}
     assert not extra, f"{path.name} may not import {sorted(extra)}"
 
 

@@ -132,6 +132,16 @@ def test_a_plain_trl_file_runs_unchanged(model_dir, tmp_path, monkeypatch):
     assert dry_run("--config", again).stdout == done.stdout
 
 
+def test_smoke_of_a_plain_trl_file_adds_no_task(model_dir, tmp_path):
+    path = tmp_path / "grpo.yaml"
+    values = {"model_name_or_path": str(model_dir), "dataset_name": "trl-lib/tldr",
+              "reward_funcs": ["think_format_reward"]}  # fmt: skip
+    path.write_text(yaml.safe_dump(values))
+    done = dry_run("--config", path, "--smoke")
+    assert done.exit_code == 0, done.stderr
+    assert "task" not in yaml.safe_load(done.stdout)
+
+
 def test_the_table_lists_every_recipe_and_no_other():
     table = (FOLDER / "README.md").read_text()
     assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(RECIPES)

@@ -7,7 +7,6 @@ those repeat only there. One rank in this process; two ranks as processes (slow)
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from grpo import make_trainer
+from ranks import two_ranks
 from tiny import save_tiny_model
 from transformers import TrainerCallback
 
 from minitlt import run, spec
-from minitlt.launch import free_port
 from minitlt.spot import SpotConfig
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
@@ -132,20 +131,7 @@ def main():
 
 @pytest.mark.slow
 def test_a_resumed_run_of_two_ranks_equals_an_uninterrupted_one(model_dir, tmp_path):
-    shared = dict(os.environ, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                  MASTER_PORT=str(free_port()), OMP_NUM_THREADS="1",
-                  ACCELERATE_USE_CPU="true")  # fmt: skip
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(model_dir), str(tmp_path)],
-            env=dict(shared, RANK=str(rank), LOCAL_RANK=str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in (0, 1)
-    ]
-    outputs = [process.communicate(timeout=300)[0].decode() for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], outputs
+    two_ranks(__file__, model_dir, tmp_path)
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ def test_a_prompt_that_leaves_no_room_is_named_by_its_own_index(model_dir):
         (["--prompt", "a", "--arms", "medusa-2"], "'medusa-2' has no drafter"),
         (["--prompt", "a", "--drafter", "/no/such"], "no drafter at '/no/such'"),
         (["--prompt", "a", "--dtype", "fp8"], "'fp8' is not one of auto, fp32, bf16"),
-        (["--prompts", "/no/such.jsonl"], "cannot read --prompts /no/such.jsonl"),
+        (["--prompts", "/no/such.jsonl"], "cannot read /no/such.jsonl: No such file"),
     ],
 )
 def test_bad_input_of_generate_is_one_line(model_dir, arguments, message):

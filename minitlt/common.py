@@ -1,0 +1,103 @@
+"""Small things that several modules need: options with a help text, hints, files read and written.
+
+Light: neither torch nor transformers is loaded. How to run: `pytest tests/test_fuzz.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+
+def option(default: Any, help_text: str) -> Any:
+    """A dataclass field with a help text; a list or dict is copied for every instance."""
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata={"help": help_text})
+    return field(default=default, metadata={"help": help_text})
+
+
+def suggest(name: str, valid: Iterable[str]) -> str:
+    """`did you mean 'x'?`, or the valid names when none is near.
+
+    >>> suggest("lerning_rate", ["learning_rate", "seed"])
+    "did you mean 'learning_rate'?"
+    """
+    names = list(valid)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    return "valid: " + ", ".join(names[:12]) + (", .." if len(names) > 12 else "")
+
+
+def one_line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+def by_piece(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """{"a.b.c": x, "d": y} as {"a": {"b.c": x}, "d": {"": y}}: the parts of a checkpoint."""
+    pieces: dict[str, dict[str, Any]] = {}
+    for name, value in flat.items():
+        piece, _, rest = name.partition(".")
+        pieces.setdefault(piece, {})[rest] = value
+    return pieces
+
+
+def write_atomically(path: Path, content: str | Callable[[Path], Any]) -> Path:
+    """Writes beside `path`, flushes to the disk, renames: there is the old file or the new one,
+    never half of one. content: a text, or a function that writes the file it is given."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        if isinstance(content, str):
+            beside.write_text(content, encoding="utf-8", errors="replace")
+        else:
+            content(beside)
+        _flush(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    _flush(path.parent)  # the rename itself must reach the disk as well
+    return path
+
+
+def _flush(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def reading(path: Path, hint: str = "") -> Iterator[None]:
+    """Whatever a torn or foreign file makes a reader raise becomes a ValueError that names it."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError,
+            RuntimeError, SafetensorError) as error:  # fmt: skip
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not loaded here
+            raise
+        raise ValueError(f"{path} is torn or foreign: {one_line(error)}{hint}") from error
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where it stands, value) of every line that is not blank. ValueError names the line."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path} line {number}", json.loads(line)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ValueError(f"cannot read {path}: {reason}; give one JSON object per line") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} line {number}: not JSON ({error})") from error
