@@ -74,8 +74,6 @@ def train(
 
         minitlt train --config my.yaml --dry-run
 
-        minitlt train 02_one_gpu_gsm8k --smoke
-
         minitlt train 05_eight_gpus_math_7b_fsdp2 --accelerate-config zero3 --dry-run
 
         minitlt train --resume runs/01_smollm2_cpu-20260101-120000
@@ -90,12 +88,10 @@ def train(
     if resume is not None:
         if recipe or config:
             _fail("--resume goes on with the run's own config; leave recipe and --config out")
-        source = resume / "config.yaml"
-        if not source.is_file():
+        run_dir, config = resume, resume / "config.yaml"
+        if not config.is_file():
             _fail(f"{resume} is not a run folder: it holds no config.yaml")
-        run_dir = resume
-    else:
-        source = _source(recipe, config)
+    source = _source(recipe, config)
     settings = load_config(source, overrides)
     if smoke:
         shrink(settings, overrides)
@@ -327,8 +323,9 @@ def generate(
         run_generate(served, rows, params, out, dtype=dtype, seed=seed, raw=raw,
                      live=prompts is None)  # fmt: skip
     except KeyboardInterrupt:
-        hint = f"; the same command goes on with {out}" if out else ""
-        print(f"\nstopped{hint}", file=sys.stderr)
+        print(
+            f"\nstopped{f'; the same command goes on with {out}' if out else ''}", file=sys.stderr
+        )
         raise typer.Exit(130) from None
 
 
