@@ -5,12 +5,12 @@ import json
 
 import pytest
 import torch
-from drafters import SCRIPTS, ScriptedDrafter, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import random_prompts, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from drafters import SCRIPTS, ScriptedDrafter, oracle
 from minitlt.draft import Draft
 from minitlt.kernels import row_key
 from minitlt.models import DEFAULT_MODEL, resolve_model
