@@ -173,23 +173,18 @@ class ReplayBuffer:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._counts_W, self.step = state["counts"].clone(), int(state["step"])
-        self.rows, token, pair = [], 0, 0
-        for length, prompt_len, step, counted in state["shapes"].tolist():
-            tokens = slice(token, token + length)
-            pairs = slice(pair, pair + length - 1)
-            features, hidden = state["features"][pairs].clone(), state["hidden"][pairs].clone()
-            self.rows.append(
-                Row(
-                    state["tokens"][tokens].clone(),
-                    prompt_len,
-                    features,
-                    hidden,
-                    step,
-                    bool(counted),
-                )
+        shapes = state["shapes"].tolist()
+        lengths = [length for length, *_ in shapes]
+        pairs = [length - 1 for length in lengths]
+        tensors = (state["tokens"].split(lengths), state["features"].split(pairs),
+                   state["hidden"].split(pairs))  # fmt: skip
+        self.rows = [
+            Row(tokens.clone(), prompt_len, features.clone(), hidden.clone(), step, bool(counted))
+            for (_, prompt_len, step, counted), tokens, features, hidden in zip(
+                shapes, *tensors, strict=True
             )
-            token, pair = tokens.stop, pairs.stop
-        self.num_tokens = token
+        ]
+        self.num_tokens = sum(lengths)
 
 
 @torch.no_grad()
@@ -221,9 +216,8 @@ def make_pack(
     step_S1 = torch.arange(num_steps)[:, None]
     for w in windows:
         row, last = w.row, w.row.num_tokens - 1
-        features.append(
-            row.features_NF[w.context : w.stop].to(device)
-        )  # resumed rows are on the CPU
+        # Rows of a resumed run are on the CPU.
+        features.append(row.features_NF[w.context : w.stop].to(device))
         tokens.append(row.tokens_L[w.context + 1 : w.stop + 1])
         positions.append(torch.arange(w.context, w.stop))
         queries.append(torch.arange(w.start, w.stop) - w.context + num_pairs)
