@@ -304,3 +304,14 @@ def test_warm_up_ends_in_time(model_dir, tmp_path, monkeypatch):
     said = []
     warm_up(parts, [[5, 6]], PARAMS, tmp_path / "warm", rows=2, seconds=40.0, say=said.append)
     assert said and float(said[-1].split()[0]) <= 45
+
+
+def test_the_shipped_drafter_is_small_and_fits_the_default_model():
+    folder = resolve_drafter("smollm2")
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 10e6
+    drafter = load_drafter(folder)
+    c = drafter.config
+    assert (c.hidden_size, c.vocab_size, c.tap_layers) == (576, 49_152, (2, 15, 27))
+    assert c.draft_vocab_size == len(set(drafter.ids_V.tolist())) == len(drafter.head)
+    assert {name for name, _ in drafter.named_parameters()} >= {"fc", "qkv", "head"}
+    assert "embed" not in drafter.state_dict()  # that is the target's
