@@ -78,6 +78,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=0, help="RL steps; 0: 36, quick: 3")
     parser.add_argument("--run", type=Path, help="a finished run folder with checkpoints")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--model", default="smollm2-135m", help="a small one tries the script out")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--pair", type=Path, help=argparse.SUPPRESS)  # one rank of part 4
     options = parser.parse_args(argv)
@@ -107,6 +108,7 @@ def train(options: argparse.Namespace) -> Path:
         sys.executable, "-m", "minitlt.cli", "train", "01_smollm2_cpu", "--run-dir", str(folder),
         "--nproc", "2", "--max_steps", str(options.steps), "--save_steps", str(third),
         "--save_total_limit", "9", "--save_only_model", "true",
+        "--model_name_or_path", options.model,
     ]  # fmt: skip
     if options.quick:
         command += ["--max_completion_length", "48", "--gradient_accumulation_steps", "1"]
@@ -455,7 +457,8 @@ def pair(options: argparse.Namespace) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="drafter-pair-"))
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
            "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}  # fmt: skip
-    command = [sys.executable, __file__, "--pair", str(folder)] + ["--quick"] * options.quick
+    command = [sys.executable, __file__, "--pair", str(folder), "--model", options.model]
+    command += ["--quick"] * options.quick
     ranks = [subprocess.Popen(command, env={**env, "RANK": str(rank)}) for rank in range(2)]
     try:
         if any(rank.wait(timeout=900) for rank in ranks):
@@ -486,7 +489,7 @@ def pair_rank(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
-    rounds = PairRounds(rank)
+    rounds = PairRounds(rank, options.model)
     rounds.play("off", 0, harvest=True)  # the buffers fill, everything is touched once
     seconds = {True: 0.0, False: 0.0}
     for number in range(options.rounds):
@@ -509,7 +512,7 @@ def pair_rank(options: argparse.Namespace) -> int:
 class PairRounds:
     """One rank's engine, rows and drafter for part 4."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, model_name: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from minitlt.config import DEFAULT_RECIPE, RolloutConfig, find_recipe, load_config
@@ -520,7 +523,7 @@ class PairRounds:
         from minitlt.tasks import encode_prompt, load_task
 
         recipe = load_config(find_recipe(DEFAULT_RECIPE))
-        folder = resolve_model(recipe.trl["model_name_or_path"])
+        folder = resolve_model(model_name)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         self.parts = build_speculation(

@@ -55,7 +55,7 @@ class DrafterConfig:
     start: str = option(
         "target",
         "where the drafter starts: target (last MLP, high tap and head rows are copied), random, "
-        "or a folder with a saved or exported drafter",
+        "smollm2 (warm, comes with the package), or a folder with a saved or exported drafter",
     )
     draft_vocab_size: int = option(4096, "tokens the drafter can guess; 0 is the full vocabulary")
     train_head: bool = option(True, "own, trained head rows; otherwise the target's, by reference")
