@@ -111,7 +111,7 @@ def train(options: argparse.Namespace) -> Path:
         "--model_name_or_path", options.model,
     ]  # fmt: skip
     if options.quick:
-        command += ["--max_completion_length", "48", "--gradient_accumulation_steps", "1"]
+        command += ["--max_completion_length", "48"]
     started = time.perf_counter()
     with open(folder.parent / "train.log", "w") as log:
         subprocess.run(command, check=True, stdout=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
