@@ -18,6 +18,7 @@ Left out: mixtures of tasks, curricula, streaming. Use `load_dataset` and TRL fo
 """
 
 import ast
+import asyncio
 import contextlib
 import dataclasses
 import inspect
@@ -195,12 +196,17 @@ def exact_answer(
     prompts: list[Any], completions: list[Any], answer: list[Any], **_: Any
 ) -> list[float]:
     """1.0 if the final answer (or the whole text, if none is marked) equals column `answer`."""
-    scores = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        text = completion_text(completion)
-        found = extract_answer(text) or text
-        scores.append(float(str(wanted).strip() in (found.strip(), bare_answer(found))))
-    return scores
+    pairs = zip(map(_final, completions), answer, strict=True)
+    return [float(_is_equal(found, wanted)) for found, wanted in pairs]
+
+
+def _final(completion: str | list[dict[str, Any]]) -> str:
+    text = completion_text(completion)
+    return extract_answer(text) or text
+
+
+def _is_equal(found: str, wanted: Any) -> bool:
+    return str(wanted).strip() in (found.strip(), bare_answer(found))
 
 
 _POWER_TOWER = re.compile(r"(\^|\*\*)[\s{(]*[^\s+*/^]*(\^|\*\*)|(\^|\*\*)[\s{(]*\d{4}|\d{4}\s*!")
@@ -217,10 +223,8 @@ def math_answer(
         for module in ("parser", "grader"):
             logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
     scores = []
-    for completion, wanted in zip(completions, answer, strict=True):
-        text = completion_text(completion)
-        found = extract_answer(text) or text
-        if str(wanted).strip() in (found.strip(), bare_answer(found)):
+    for found, wanted in zip(map(_final, completions), answer, strict=True):
+        if _is_equal(found, wanted):
             scores.append(1.0)
         elif _POWER_TOWER.search(found):  # 9^9^9^9 would only run into the time limit
             scores.append(0.0)
@@ -234,9 +238,10 @@ def math_answer(
 class GuardedReward:
     """A reward function that cannot end a run: errors become 0.0 and are counted.
 
-    If the function raises, it is called again row by row, so that only the rows at fault score
-    0.0. NaN and infinities become 0.0 too; None ("does not apply", TRL's rule) stays. In the main
-    thread a call gets `time_limit` seconds, and as many again for the row-by-row pass.
+    If the function (an async one is awaited) raises, it is called again row by row, so that only
+    the rows at fault score 0.0. NaN, infinities and what is no number become 0.0 too; None ("does
+    not apply", TRL's rule) stays. In the main thread a call gets `time_limit` seconds, and as many
+    again for the row-by-row pass.
 
     Attributes:
         failures: rows that got 0.0 for an error so far.
@@ -260,17 +265,20 @@ class GuardedReward:
         columns["completion_ids"] = completion_ids
         count = len(completions)
         try:
-            with time_limit(self.time_limit):
-                scores = list(self.function(**columns))
+            scores = self._call(columns, self.time_limit)
         except Exception as error:
             self._note(error)
             return [self._score_row(columns, row, count) for row in range(count)]
         if len(scores) != count:
-            raise ValueError(
-                f"reward {self.__name__!r} returned {len(scores)} values for {count} "
-                "completions; it must return one (a float or None) for each"
-            )
+            raise ValueError(f"reward {self.__name__!r} returned {len(scores)} values for {count} "
+                             "completions; it must return one (a float or None) for each"
+                             )  # fmt: skip
         return [self._finite(score) for score in scores]
+
+    def _call(self, columns: dict[str, Any], seconds: float) -> list[Any]:
+        with time_limit(seconds):
+            scores = self.function(**columns)
+            return list(asyncio.run(scores) if inspect.iscoroutine(scores) else scores)
 
     def _score_row(self, columns: dict[str, Any], row: int, count: int) -> float | None:
         one = {
@@ -278,8 +286,7 @@ class GuardedReward:
             for name, value in columns.items()
         }
         try:
-            with time_limit(self.time_limit / count):
-                (score,) = self.function(**one)
+            (score,) = self._call(one, self.time_limit / count)
         except Exception as error:
             self.failures += 1
             self._note(error)
@@ -287,10 +294,11 @@ class GuardedReward:
         return self._finite(score)
 
     def _finite(self, score: Any) -> float | None:
-        if score is None or math.isfinite(score):
-            return None if score is None else float(score)
+        with contextlib.suppress(TypeError, ValueError):
+            if score is None or math.isfinite(float(score)):
+                return None if score is None else float(score)
         self.failures += 1
-        self._note(ValueError(f"score {score}"))
+        self._note(ValueError(f"score {score!r}"))
         return 0.0
 
     def _note(self, error: Exception) -> None:

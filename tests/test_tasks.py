@@ -219,6 +219,15 @@ def test_guarded_reward_scores_only_the_row_at_fault_zero() -> None:
         score(GuardedReward(short), ["a", "b"])
 
 
+def test_guarded_reward_awaits_and_takes_numbers_only() -> None:
+    async def later(completions: list[Any], **_: Any) -> list[Any]:
+        return [True, "no number", 0.5, None][: len(completions)]
+
+    reward = GuardedReward(later)
+    assert score(reward, ["a"] * 4) == [1.0, 0.0, 0.5, None]
+    assert reward.failures == 1 and "score 'no number'" in reward.last_error
+
+
 def test_guarded_reward_that_hangs_ends() -> None:
     def hang(completions: list[Any], **_: Any) -> list[float]:
         if any("slow" in c[0]["content"] for c in completions):
