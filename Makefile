@@ -1,5 +1,6 @@
 # make train   the main job on this machine (creates .venv, installs, trains; about 10 minutes on 2 cores)
 # make test    the fast test suite           (creates .venv, installs, tests; about 3 minutes)
+# make slow    faults, resume, soak, load, fuzz for real (about 45 minutes on 2 cores)
 # make check   what CI runs after the tests: lint, types, bandit
 # make audit   known holes in what is installed (pip-audit; needs the network)
 PYTHON ?= python3
@@ -20,7 +21,7 @@ test: .venv/.installed
 	$(BIN)/python -m pytest
 
 slow: .venv/.installed
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 0 -m slow  # runs of two ranks: one test at a time
 
 check: .venv/.installed
 	$(BIN)/ruff check .
