@@ -2,10 +2,7 @@
 
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from grpo import SHARED_PROMPTS, make_trainer
+from ranks import two_ranks
 from safetensors.torch import load_file
 from tiny import save_tiny_model
 from trl import GRPOTrainer
 
 from minitlt.config import ConfigError, RolloutConfig
 from minitlt.events import EventLog, check_event, read_events, table
-from minitlt.launch import free_port
 from minitlt.rl import Speculation, full_parameters, sampling_params
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
@@ -194,27 +191,7 @@ def test_a_short_rank_harvests_its_idle_window(model_dir, tmp_path):
     """Two processes; rank 0's rows are many times longer. Rank 1 trains the drafter while rank 0
     decodes, all of it inside its window, and both end with the same drafter. Before that, the two
     draw what one rank alone draws for the same rows: keys are (seed, generation, global row)."""
-    script = Path(__file__).with_name("grpo.py")
-    environment = dict(
-        os.environ,
-        WORLD_SIZE="2",
-        LOCAL_WORLD_SIZE="2",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(free_port()),
-        OMP_NUM_THREADS="1",
-        ACCELERATE_USE_CPU="true",
-    )
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(model_dir), str(tmp_path)],
-            env=dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in (0, 1)
-    ]
-    outputs = [process.communicate(timeout=120)[0].decode() for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], outputs
+    two_ranks(Path(__file__).with_name("grpo.py"), model_dir, tmp_path)
     events = read_events(tmp_path / "events.jsonl")
     ends = [e for e in events if e["event"] == "harvest_end" and e["rank"] == 1]
     assert len(ends) == 5  # one for the shared prompts, four for the steps
