@@ -17,7 +17,7 @@ law, so against it the rate counts: completion tokens per second.
 A step is split along the slowest rank: rollout (until the last rank has its last token), harvest
 (what idle windows, merge and bookkeeping add to that), reward, and the rest, which is the policy's
 update. The first step pays for warming up and is left out of the medians. --drafter starts the
-drafter of tlt from a folder (`minitlt warmup`); without it the drafter starts cold.
+drafter of tlt from a folder (`minitlt warmup`) or a name (`smollm2`); without it it starts cold.
 
 One JSON line per arm goes to benchmarks/results/ (or --out); the last line printed is a summary
 that names the parts where tlt did not help. The run log of an arm is in --keep DIR/ARM, to be
@@ -73,7 +73,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
     parser.add_argument("--steps", type=int, default=4, help="of each arm, the first not counted")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--drafter", type=Path, help="a saved drafter for tlt to start from")
+    parser.add_argument("--drafter", default="", help="where tlt's drafter starts: smollm2, DIR")
     parser.add_argument("--keep", type=Path, help="folder for the arms' run logs")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank", choices=ARMS, help=argparse.SUPPRESS)  # of a process we start
@@ -106,7 +106,7 @@ def run_arm(arm: str, folder: Path, options: Any, fields: dict[str, Any]) -> dic
 
     own = OVERRIDES.get(arm, {})
     if arm == "tlt" and options.drafter:
-        own = {"drafter.start": str(options.drafter)}
+        own = {"drafter.start": options.drafter}
     always = {"max_steps": options.steps, "nproc": options.nproc, "save_strategy": "no"}
     path = Path(options.recipe)
     config = load_config(path if path.is_file() else find_recipe(str(path)),
@@ -124,7 +124,7 @@ def run_arm(arm: str, folder: Path, options: Any, fields: dict[str, Any]) -> dic
           flush=True)  # fmt: skip
     return {
         "seed": ranks[0]["seed"], "nproc": options.nproc, "median": middle, "rollout_tok_s": rate,
-        "drafter": str(options.drafter or "cold") if arm == "tlt" else None,
+        "drafter": (options.drafter or "cold") if arm == "tlt" else None,
         "steps": [{k: v for k, v in step.items() if k != "digests"} for step in steps],
         "digests": [step["digests"] for step in steps],
     }  # fmt: skip

@@ -465,7 +465,7 @@ def bench(context: typer.Context) -> None:
 
         minitlt bench kernels --help
 
-        minitlt bench step --steps 4 --nproc 2
+        minitlt bench step --steps 4 --drafter smollm2
     """
     import subprocess
 
