@@ -45,7 +45,6 @@ from minitlt.eagle3 import (
     load_drafter,
     save_drafter,
     start_from_target,
-    tap_dtype,
 )
 from minitlt.kernels import gumbel_topk
 from minitlt.ngram import MergedDrafter, NgramDrafter, merge_drafts
@@ -107,7 +106,7 @@ class Eagle3Proposer:
     ) -> None:
         config = config or DrafterConfig()
         self.drafter, self.sink = drafter, buffer
-        self.dtype, self.tree_nodes = tap_dtype(config.tap_dtype), config.tree_nodes
+        self.dtype, self.tree_nodes = getattr(torch, config.tap_dtype), config.tree_nodes
         self.device = drafter.fc.device
         self.model = drafter.serving_copy(config.serve_dtype)
         self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=self.device)

@@ -45,6 +45,7 @@ from minitlt.draft import default_taps
 FILE = "drafter.safetensors"
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 LOSSES = ("lk", "kl", "tv")
+TAP_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SCALE = ".scale"  # of a matrix that is stored in int8
 
 
@@ -85,33 +86,26 @@ class DrafterConfig:
     seed: int = option(0, "of the drafter's first weights and of its training samples")
 
     def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise ValueError(f"drafter.loss is {self.loss!r}; choose {', '.join(LOSSES)}")
-        for name in ("serve_dtype", "train_dtype"):
-            if getattr(self, name) not in ("auto", "float32", "bfloat16"):
-                raise ValueError(f"drafter.{name} is not one of auto, float32, bfloat16")
-        tap_dtype(self.tap_dtype)
-        for name in ("tree_nodes", "ngram_min", "ngram_tokens", "ttt_steps", "window_tokens",
-                     "buffer_tokens", "learning_rate", "clip"):  # fmt: skip
-            if not getattr(self, name) > 0:
-                raise ValueError(f"drafter.{name} must be positive, not {getattr(self, name)}")
-        for name in ("draft_vocab_size", "pack_tokens", "context_tokens", "train_step_ms",
-                     "warmup_steps", "head_learning_rate"):  # fmt: skip
-            if getattr(self, name) < 0:
-                raise ValueError(f"drafter.{name} cannot be negative, got {getattr(self, name)}")
-        for name in ("long_share", "ttt_decay", "vocab_gain"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"drafter.{name} must lie in [0, 1], not {getattr(self, name)}")
+        dtypes = ("auto", "float32", "bfloat16")
+        for name, choices in (
+            ("loss", LOSSES), ("tap_dtype", TAP_DTYPES),
+            ("serve_dtype", dtypes), ("train_dtype", dtypes),
+        ):  # fmt: skip
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"drafter.{name} is {value!r}; choose {', '.join(choices)}")
+        positive = ("tree_nodes", "ngram_min", "ngram_tokens", "ttt_steps", "window_tokens",
+                    "buffer_tokens", "learning_rate", "clip")  # fmt: skip
+        shares = ("long_share", "ttt_decay", "vocab_gain")
+        for name, value in vars(self).items():
+            if name in positive and not value > 0:
+                raise ValueError(f"drafter.{name} must be positive, not {value}")
+            if isinstance(value, int | float) and not 0 <= value <= (
+                1 if name in shares else value
+            ):
+                raise ValueError(f"drafter.{name} must not be {value}: it is at least 0"
+                                 + ", at most 1" * (name in shares))  # fmt: skip
         if self.ngram_max < self.ngram_min:
             raise ValueError("drafter.ngram_max must not be smaller than drafter.ngram_min")
-
-
-def tap_dtype(name: str) -> torch.dtype:
-    """The dtype of this name; ValueError for one that cannot hold hidden states."""
-    if name not in ("bfloat16", "float16", "float32", "float64"):
-        raise ValueError(f"drafter.tap_dtype is {name!r}; choose bfloat16, float16, float32")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def product_dtype(choice: str, weight: Tensor) -> torch.dtype:
