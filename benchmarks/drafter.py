@@ -334,11 +334,11 @@ class Lab:
         """Accept length of the run's drafter at batch 1, by the tree's shape."""
         num = 2 if self.options.quick else 8
         found = {}
-        for arm, nodes in (("eagle-4", 4), ("eagle-3x4", 16), ("eagle-4x8", 40), ("eagle-5x8", 63)):
-            engine = self.parts(str(self.run / "drafter"), [arm], tree_nodes=nodes).engine
+        for arm in ("eagle-4", "eagle-3x4b16", "eagle-4x8b40", "eagle-5x8b63"):
+            engine = self.parts(str(self.run / "drafter"), [arm]).engine
             engine.max_rows = 1
             rollout = engine.generate(self.prompts[:num], self.params(), self.keys(num, 3))
-            found[f"{arm}/{nodes}"] = rollout.stats.accept_length
+            found[arm] = rollout.stats.accept_length
         return {"best_tree_accept_length": max(found.values()), "trees": found}
 
     def harvest(self, start: str) -> dict[str, Any]:

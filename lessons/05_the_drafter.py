@@ -70,7 +70,7 @@ def roll(proposer: Eagle3Proposer, depth: int, generation: int):
 
 
 buffer = ReplayBuffer(settings, vocab_size=size.vocab_size)
-roll(Eagle3Proposer(new_drafter(), settings, buffer=buffer), depth=0, generation=0)
+roll(Eagle3Proposer(new_drafter(), settings, buffer=buffer), depth=1, generation=0)
 print(f"the buffer holds {len(buffer.rows)} rows, {buffer.num_tokens} tokens")
 
 # %% [markdown]

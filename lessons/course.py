@@ -14,10 +14,9 @@ from typing import Any
 import matplotlib
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from minitlt.charts import COLOURS, STYLE
-from minitlt.draft import Draft, chain_parents
+from minitlt.draft import Draft, Drafter, RowState, chain_parents
 
 BLUE, GREEN, AMBER, PURPLE, GREY, INK, ORANGE = (
     COLOURS[name][0] for name in ("generate", "harvest", "merge", "update", "wait", "ink", "run2")
@@ -103,7 +102,7 @@ def seconds_each(functions: Sequence[Callable[[], Any]], rounds: int = 7) -> lis
     return [median(mine) for mine in times]
 
 
-class Oracle:
+class Oracle(Drafter):
     """A drafter that has seen the answers, and misquotes them at will; for experiments only.
 
     It knows the completions that plain decoding gives (`answers`: row key -> (prompt length,
@@ -111,7 +110,6 @@ class Oracle:
     """
 
     name = "oracle"
-    needs_taps = False
 
     def __init__(self, answers: dict[int, tuple[int, list[int]]], skill: float, vocab: int) -> None:
         self.answers, self.skill, self.vocab = answers, skill, vocab
@@ -123,32 +121,16 @@ class Oracle:
         answers = {key: (len(p), tokens) for key, (p, tokens) in zip(keys, pairs, strict=True)}
         return cls(answers, skill, vocab=1 + max(max(t) for _, t in answers.values()))
 
-    def propose(
-        self,
-        slots: list[int],
-        roots_B: Tensor,
-        keys_B: Tensor,
-        positions_B: Tensor,
-        temperatures_B: Tensor,
-        depth: int,
-        width: int,
-    ) -> Draft:
-        rows = []
+    def propose(self, rows: RowState, depth: int, width: int, nodes: int) -> Draft:
+        drafts = []
         for root, key, at in zip(
-            roots_B.tolist(), keys_B.tolist(), positions_B.tolist(), strict=True
+            rows.roots_B.tolist(), rows.keys_B.tolist(), rows.positions_B.tolist(), strict=True
         ):
             prompt_len, tokens = self.answers[key]
             coin = random.Random(key ^ at)
             truth = (tokens[at - prompt_len :] + [0] * depth)[:depth]
             lies = [coin.random() >= self.skill for _ in truth]
-            rows.append(
+            drafts.append(
                 [root] + [(t + lie) % self.vocab for t, lie in zip(truth, lies, strict=True)]
             )
-        return Draft(torch.tensor(rows), chain_parents(depth).expand(len(rows), -1))
-
-    def begin(self, *args: Any) -> None: ...
-    def prefill(self, *args: Any) -> None: ...
-    def share(self, *args: Any) -> None: ...
-    def observe(self, *args: Any) -> None: ...
-    def move(self, *args: Any) -> None: ...
-    def finish(self, *args: Any) -> None: ...
+        return Draft(torch.tensor(drafts), chain_parents(depth).expand(len(drafts), -1))

@@ -52,8 +52,10 @@ class RolloutConfig:
     backend: str = option("auto", "forward: auto, fused (written out) or module (transformers)")
     arms: list[str] = option(
         ["off", "ngram-3", "eagle-2", "eagle-3", "eagle-4"],
-        "ways to draft the bandit chooses from: off, SOURCE-DEPTH or SOURCE-DEPTHxWIDTH",
+        "ways to draft the bandit chooses from: off, SOURCE-DEPTH, SOURCE-DEPTHxWIDTH or "
+        "SOURCE-DEPTHxWIDTHbNODES; sources: ngram, eagle, merged",
     )
+    verify: str = option("coupled", "coupled (same tokens as plain), or rejection (same law)")
     epsilon: float = option(0.05, "share of steps on which the bandit explores")
     window: int = option(40, "verify steps the bandit remembers per arm and bucket")
     max_rows: int = option(0, "rows decoded at once; 0 = all that fit the cache budget")
@@ -71,6 +73,7 @@ class RolloutConfig:
         choices = {
             "dtype": ("auto", "fp32", "bf16"),
             "backend": ("auto", "fused", "module"),
+            "verify": ("coupled", "rejection"),
             "importance_sampling": ("auto", "on", "off"),
         }
         for name, allowed in choices.items():

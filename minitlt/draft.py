@@ -1,15 +1,17 @@
 """What passes between the rollout engine and a drafter: proposals one way, hidden states back.
 
-A draft is a tree of guesses for the next tokens of each row. Node 0 is the *root*: the row's last
+A draft is a tree of proposed next tokens for each row. Node 0 is the *root*: the row's last
 committed token, whose keys and values the target has not computed yet. Every other node names its
 parent by index, parents come before children, and a chain is the tree whose node n hangs on n-1.
 The engine and the drafters both import this module and never each other.
 
-Left out on purpose: draft probabilities. Coupled verification compares tokens, so it needs none.
 How to run: `pytest tests/test_drafter.py -k draft_module`.
 
-Shape suffixes: B rows, T tree nodes (root included), N positions, F = 3H tapped width, H hidden.
+Shape suffixes: B rows, T tree nodes (root included), K = T - 1 drafts, N positions, F = 3H tapped
+width, H hidden, V vocab.
 """
+
+from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
@@ -23,15 +25,19 @@ MAX_NODES = 64  # ancestor sets are one int64 bit mask per node
 
 @dataclass
 class Draft:
-    """One tree of guesses per row.
+    """One tree of drafts per row.
 
     tokens_BT: int64; node 0 is the root (already committed), pads are -1.
     parents_BT: int64; the index of each node's parent, always smaller than the node's own index;
         -1 for the root and for pads.
+    logits_BKV: for a chain that was drawn at random: the draft's logits over the whole vocabulary,
+        before the temperature (-inf for what it cannot say). None: the drafts were chosen. Only the
+        ratio test reads it; coupled verification compares tokens.
     """
 
     tokens_BT: Tensor
     parents_BT: Tensor
+    logits_BKV: Tensor | None = None
 
 
 @dataclass
@@ -47,6 +53,63 @@ class Taps:
     hidden_BNH: Tensor
 
 
+@dataclass
+class RowState:
+    """The active rows, as a drafter needs them; row b lives in slot b.
+
+    roots_B: int64, the last committed token. keys_B: int64, the noise keys to draft with.
+    positions_B: int64, committed tokens L, so a child of the root is the token at index L.
+    stop_ids: int64 [any], ids behind which nothing need be drafted.
+    coupled: the keys are the target's own, so the likeliest draft is the one with the best noise.
+        Otherwise a chain is drawn with them and hands over its logits, and a tree is chosen.
+    """
+
+    roots_B: Tensor
+    keys_B: Tensor
+    positions_B: Tensor
+    temperatures_B: Tensor
+    stop_ids: Tensor
+    coupled: bool = True
+
+
+class Drafter:
+    """Proposes trees; keeps its own state per slot, told of every committed token.
+
+    A source that learns nothing from some of these calls leaves them out. bytes_per_token: what
+    it stores per slot and token; the engine's memory budget counts it.
+    """
+
+    name = ""
+    needs_taps = False
+    bytes_per_token = 0
+
+    def propose(self, rows: RowState, depth: int, width: int, nodes: int) -> Draft:
+        """A tree at most `depth` deep with at most `nodes` drafts; a chain if width is 1."""
+        raise NotImplementedError
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """A rollout begins: so many slots of so many tokens; what was stored may be dropped."""
+
+    def begin(self, slot: int, prompt: list[int]) -> None:
+        """A row enters a slot; taps of its prompt follow by `prefill` or `share`."""
+
+    def prefill(self, slot: int, start: int, taps: Taps) -> None:
+        """Taps [1, N] of a prompt's positions start, start + 1, .."""
+
+    def share(self, src: int, dst: int, length: int) -> None:
+        """The row in dst has the prompt of src: its first `length` positions are the same."""
+
+    def observe(self, tokens: list[list[int]], taps: Taps) -> None:
+        """Row b emitted tokens[b] = x_L, x_{L+1}, ..; taps [B, N] are of the nodes that decided
+        them (positions L - 1, L, ..; pads behind a row's own number)."""
+
+    def move(self, src: int, dst: int) -> None:
+        """The row in src goes on in dst."""
+
+    def finish(self, slot: int, prompt: list[int], completion: list[int]) -> None:
+        """The row in this slot is complete; the slot is free."""
+
+
 def default_taps(num_layers: int) -> tuple[int, int, int]:
     """Which hidden states feed the drafter: EAGLE-3's [2, L // 2, L - 3] (HF indexing, so entry i
     is the input of layer i), clamped into 1..L-1 for models with fewer than 7 layers."""
@@ -58,7 +121,7 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 
 def chain_parents(num_drafts: int, device: torch.device | str | None = None) -> Tensor:
-    """Parents of a chain of `num_drafts` guesses behind the root: [-1, 0, .., num_drafts - 1]."""
+    """Parents of a chain of `num_drafts` behind the root: [-1, 0, .., num_drafts - 1]."""
     return torch.arange(-1, num_drafts, device=device)
 
 

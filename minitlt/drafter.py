@@ -1,14 +1,14 @@
-"""Drafters: who guesses the next tokens of each row, and from what.
+"""Drafters: who proposes the next tokens of each row, and from what.
 
 `Eagle3Proposer` runs the draft model (eagle3.py) over slots beside the target's. It keeps the taps
 of every committed position and its own small key/value cache, and after each verify step it
 computes the new pairs again from the TARGET's taps, over whatever it had written from its own
-guesses. The cache is extended lazily, at the next proposal: while speculation is off nothing is
+drafts. The cache is extended lazily, at the next proposal: while speculation is off nothing is
 computed, and switching it on (or swapping the weights) costs the drafter one pass of `fc` and two
 small products per pair and the target nothing.
 
 The other sources are in ngram.py: `NgramDrafter` copies what followed an earlier match and learns
-nothing; `MergedDrafter` puts both guesses into one tree.
+nothing; `MergedDrafter` puts both into one tree.
 
 All proposals are coupled: they are sampled with the noise that the target will use (`gumbel_topk`),
 so a drafter equal to the target is always right. The shape of a tree follows EAGLE-2 (arXiv
@@ -18,6 +18,9 @@ and softmax(scores / s) is the chance that each wins once the target's logits re
 if the two differ by Gumbel noise of scale s. Against EAGLE-2's own rule (q alone) this gave accept
 lengths of 1.99 instead of 1.71 with 16 nodes and 2.08 instead of 1.80 with 31 (SmolLM2-135M, T = 1,
 a drafter after 90 s of training; s = 1.5 was best of 0.7..3).
+
+For the ratio test (`RowState.coupled` false) the noise is a stream of its own: a chain is drawn
+with it and hands over its logits, a tree is chosen without it, by EAGLE-2's own rule.
 
 Left out: captured graphs for the drafter, a memory-shared prompt among siblings (its taps are
 copied), drafting for rows whose taps were not seen from the start (they get no drafts).
@@ -30,14 +33,15 @@ read, F = 3H taps, H hidden, V draft vocabulary, P pool of candidate nodes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitlt.draft import MAX_NODES, Draft, Taps, chain_parents
+from minitlt.draft import Draft, Drafter, RowState, Taps, chain_parents
 from minitlt.eagle3 import (
     DrafterConfig,
     Eagle3Config,
@@ -62,7 +66,7 @@ __all__ = [
     "start_from_target",
 ]
 
-_TAIL = 16  # up to this many new pairs are computed together with the first guess
+_TAIL = 16  # up to this many new pairs are computed together with the first draft
 _FILL = 512  # more are written first, this many at a time
 _READ_STEP = 128  # the cache is read in multiples of this many pairs
 _SOFTNESS = 1.5  # scale of the noise between the drafter's logits and the target's
@@ -79,18 +83,17 @@ class Sink(Protocol):
     ) -> None: ...
 
 
-class Eagle3Proposer:
-    """The draft model behind slots; fulfils the engine's Drafter protocol.
+class Eagle3Proposer(Drafter):
+    """The draft model behind slots.
 
     drafter: the module that is trained; tied to the target by the caller. Proposals come from a
         frozen copy of it, so training never disturbs them: `reload` takes the weights over.
-    config: serve_dtype, tap_dtype and tree_nodes are read.
+    config: serve_dtype and tap_dtype are read.
     buffer: takes every finished row with its taps, for training.
-    stop_ids: nothing is drafted behind these tokens.
 
     Memory per token and slot: 6H bytes of taps in bfloat16 (8H with a buffer, which also needs the
     last hidden state), plus 2 * kv heads * head dim * 4 bytes of cache on a CPU. SmolLM2-135M:
-    3.5 KB (4.6) + 1.5 KB. Slots and length grow by doubling; on a CPU untouched pages cost nothing.
+    3.5 KB (4.6) + 1.5 KB. On a CPU untouched pages cost nothing.
     """
 
     name = "eagle"
@@ -102,14 +105,22 @@ class Eagle3Proposer:
         config: DrafterConfig | None = None,
         *,
         buffer: Sink | None = None,
-        stop_ids: Sequence[int] = (),
     ) -> None:
         config = config or DrafterConfig()
         self.drafter, self.sink = drafter, buffer
-        self.dtype, self.tree_nodes = getattr(torch, config.tap_dtype), config.tree_nodes
         self.device = drafter.fc.device
         self.model = drafter.serving_copy(config.serve_dtype)
-        self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=self.device)
+        c, taps, cache = self.model.config, getattr(torch, config.tap_dtype), self.model.fc.dtype
+        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "tokens": ((), torch.int64),
+            "features": ((3 * c.hidden_size,), taps),
+            "keys": ((c.num_kv_heads, c.head_dim), cache),
+            "values": ((c.num_kv_heads, c.head_dim), cache),
+        }
+        if buffer is not None:
+            self._shapes["hidden"] = ((c.hidden_size,), taps)
+        sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes.values())
+        self.bytes_per_token = sum(sizes)
         self._num_slots = self._length = 0
         self._lengths: list[int] = []  # tokens of the row in each slot
         self._tapped: list[int] = []  # positions whose taps are here
@@ -118,45 +129,61 @@ class Eagle3Proposer:
 
     # What the engine tells.
 
-    def begin(self, slot: int, prompt: list[int], group: int) -> None:
-        self._reserve(slot + 1, len(prompt) + 1)
-        self._buffers["tokens"][slot, : len(prompt)] = torch.tensor(prompt, device=self.device)
+    def reserve(self, num_slots: int, length: int) -> None:
+        if num_slots <= self._num_slots and length <= self._length:
+            return
+        length = -(-length // _READ_STEP) * _READ_STEP
+        self._buffers.clear()  # free the old block before the new one is asked for
+        # Zeros, because what lies behind a row's end is masked but still multiplied by zero.
+        for name, (shape, dtype) in self._shapes.items():
+            size = (num_slots, length, *shape)
+            self._buffers[name] = torch.zeros(size, dtype=dtype, device=self.device)
+        self._lengths, self._tapped, self._cached = ([0] * num_slots for _ in range(3))
+        self._num_slots, self._length = num_slots, length
+        self.model.reserve_positions(length)
+
+    def begin(self, slot: int, prompt: list[int]) -> None:
+        self._buffers["tokens"][slot, : len(prompt)] = torch.tensor(prompt)
         self._lengths[slot], self._tapped[slot], self._cached[slot] = len(prompt), 0, 0
 
     def prefill(self, slot: int, start: int, taps: Taps) -> None:
         stop = start + taps.features_BNF.shape[1]
         assert start == self._tapped[slot] and stop < self._lengths[slot], "prefill out of order"
-        self._buffers["features"][slot, start:stop] = taps.features_BNF[0].to(self.dtype)
-        if self.sink is not None:
-            self._buffers["hidden"][slot, start:stop] = taps.hidden_BNH[0].to(self.dtype)
+        self._keep_taps(slot, slice(start, stop), Taps(taps.features_BNF[0], taps.hidden_BNH[0]))
         self._tapped[slot] = stop
 
     def share(self, src: int, dst: int, length: int) -> None:
-        """dst has src's prompt: it takes the state of the first `length` positions."""
         assert length <= min(self._tapped[src], self._lengths[dst] - 1)
-        self._copy(src, dst, length, ("features", "hidden", "keys", "values"))
+        self._copy(src, dst, length)
         self._tapped[dst], self._cached[dst] = length, min(self._cached[src], length)
 
-    def observe(self, slots: list[int], tokens_BN: Tensor, num_B: Tensor, taps: Taps) -> None:
+    def observe(self, tokens: list[list[int]], taps: Taps) -> None:
         """Appends the emitted tokens; what is written behind a row's own number is never read."""
-        starts = [self._lengths[slot] for slot in slots]
-        self._reserve(max(slots) + 1, max(starts) + tokens_BN.shape[1] + 1)
-        slot_B1 = torch.tensor(slots, device=self.device)[:, None]
+        starts, most = self._lengths[: len(tokens)], taps.features_BNF.shape[1]
+        padded = [row + [0] * (most - len(row)) for row in tokens]
+        slot_B1 = torch.arange(len(tokens), device=self.device)[:, None]
         at_BN = torch.tensor(starts, device=self.device)[:, None]
-        at_BN = at_BN + torch.arange(tokens_BN.shape[1], device=self.device)
-        self._buffers["tokens"][slot_B1, at_BN] = tokens_BN.clamp(min=0)
-        self._buffers["features"][slot_B1, at_BN - 1] = taps.features_BNF.to(self.dtype)
-        if self.sink is not None:
-            self._buffers["hidden"][slot_B1, at_BN - 1] = taps.hidden_BNH.to(self.dtype)
-        for slot, start, num in zip(slots, starts, num_B.tolist(), strict=True):
+        at_BN = at_BN + torch.arange(most, device=self.device)
+        self._buffers["tokens"][slot_B1, at_BN] = torch.tensor(padded, device=self.device)
+        self._keep_taps(slot_B1, at_BN - 1, taps)
+        for slot, (start, row) in enumerate(zip(starts, tokens, strict=True)):
             if self._tapped[slot] == start - 1:  # otherwise the row's beginning was never seen
-                self._tapped[slot] += num
-            self._lengths[slot] = start + num
+                self._tapped[slot] += len(row)
+            self._lengths[slot] = start + len(row)
+
+    def _keep_taps(self, slots: Any, at: Any, taps: Taps) -> None:
+        for name, values in (("features", taps.features_BNF), ("hidden", taps.hidden_BNH)):
+            if name in self._buffers:
+                self._buffers[name][slots, at] = values.to(self._buffers[name].dtype)
 
     def move(self, src: int, dst: int) -> None:
-        self._copy(src, dst, self._lengths[src], tuple(self._buffers))
+        self._copy(src, dst, self._lengths[src])
         for state in (self._lengths, self._tapped, self._cached):
             state[dst] = state[src]
+
+    def _copy(self, src: int, dst: int, length: int) -> None:
+        for buffer in self._buffers.values():
+            buffer[dst, :length] = buffer[src, :length]
 
     def finish(self, slot: int, prompt: list[int], completion: list[int]) -> None:
         """Hands the row to the sink; its last token has no taps, the target never read it."""
@@ -186,39 +213,21 @@ class Eagle3Proposer:
     # Proposing.
 
     @torch.no_grad()
-    def propose(
-        self,
-        slots: list[int],
-        roots_B: Tensor,
-        keys_B: Tensor,
-        positions_B: Tensor,
-        temperatures_B: Tensor,
-        depth: int,
-        width: int,
-        budget: int | None = None,
-    ) -> Draft:
-        """A chain of `depth` guesses, or for width > 1 a tree with at most `budget` nodes.
-
-        budget: default `tree_nodes`. Rows that have no pair yet (a prompt of one token) get pads.
-        """
-        assert slots == list(range(len(slots))), "active rows live in the first slots"
-        num_rows, width = len(slots), min(width, self.model.config.draft_vocab_size)
+    def propose(self, rows: RowState, depth: int, width: int, nodes: int) -> Draft:
+        """A chain, or for width > 1 the best `nodes` of a tree. Rows that have no pair yet (a
+        prompt of one token) get pads."""
+        num_rows, width = len(rows.roots_B), min(width, self.model.config.draft_vocab_size)
         lengths = self._lengths[:num_rows]
-        assert self.device.type != "cpu" or lengths == positions_B.tolist()
-        self._reserve(num_rows, max(lengths) + depth * width)
-        self.model.reserve_positions(max(lengths) + depth)
         num_new = self._catch_up(num_rows)
         read = max(lengths) + (depth - 1) * width
         read = min(-(-read // _READ_STEP) * _READ_STEP, self._length)
-        noise = (keys_B, positions_B, temperatures_B)
-        h_BH, logits_BV = self._first(num_rows, num_new, positions_B, read)
+        h_BH, logits_BV = self._first(num_rows, num_new, rows.positions_B, read)
         if width == 1:
-            draft = self._chain(h_BH, logits_BV, roots_B, noise, depth, read)
+            draft = self._chain(h_BH, logits_BV, rows, depth, read)
         else:
-            nodes = min(self.tree_nodes if budget is None else budget, MAX_NODES - 1)
-            draft = self._tree(h_BH, logits_BV, roots_B, noise, depth, width, nodes, read)
-        for slot in slots:
-            if not self._tapped[slot] or self._tapped[slot] < self._lengths[slot] - 1:
+            draft = self._tree(h_BH, logits_BV, rows, depth, width, nodes, read)
+        for slot, length in enumerate(lengths):
+            if not self._tapped[slot] or self._tapped[slot] < length - 1:
                 draft.tokens_BT[slot, 1:] = draft.parents_BT[slot, 1:] = -1
         return draft
 
@@ -242,13 +251,13 @@ class Eagle3Proposer:
         h_NH = model.fuse(self._buffers["features"][slot, start:stop].to(model.fc.dtype))
         x_N2H = model.mix(self._buffers["tokens"][slot, start + 1 : stop + 1], h_NH)
         _, k_NKD, v_NKD = model.attention_inputs(x_N2H, at_N)
-        self._buffers["keys"][slot, :, start:stop] = k_NKD.transpose(0, 1)
-        self._buffers["values"][slot, :, start:stop] = v_NKD.transpose(0, 1)
+        self._buffers["keys"][slot, start:stop] = k_NKD
+        self._buffers["values"][slot, start:stop] = v_NKD
 
     def _first(
         self, num_rows: int, num_new: int, positions_B: Tensor, read: int
     ) -> tuple[Tensor, Tensor]:
-        """The last `num_new` pairs of every row from the target's taps, and the first guess.
+        """The last `num_new` pairs of every row from the target's taps, and the first logits.
 
         Rows with fewer new pairs compute old ones again (the same values); the last column is the
         row's last pair, so nothing is ragged.
@@ -278,8 +287,8 @@ class Eagle3Proposer:
         return h_BWH, model.logits(h_BWH)
 
     def _write(self, slot_B1: Tensor, place_BN: Tensor, k: Tensor, v: Tensor) -> None:
-        self._buffers["keys"][slot_B1, :, place_BN] = k
-        self._buffers["values"][slot_B1, :, place_BN] = v
+        self._buffers["keys"][slot_B1, place_BN] = k
+        self._buffers["values"][slot_B1, place_BN] = v
 
     def _attend(self, q_BWQD: Tensor, mask_BWS: Tensor) -> Tensor:
         """Grouped-query attention to the slots; query heads of a group stand side by side."""
@@ -287,61 +296,67 @@ class Eagle3Proposer:
         read, kv = mask_BWS.shape[-1], self.model.config.num_kv_heads
         q = q_BWQD.view(num_rows, width, kv, heads // kv, dim).transpose(1, 2).flatten(2, 3)
         mask = mask_BWS[:, None, :, None].expand(-1, 1, -1, heads // kv, -1).flatten(2, 3)
-        keys = self._buffers["keys"][:num_rows, :, :read]
-        values = self._buffers["values"][:num_rows, :, :read]
+        keys, values = (
+            self._buffers[name][:num_rows, :read].transpose(1, 2) for name in ("keys", "values")
+        )
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         return out.view(num_rows, kv, width, heads // kv, dim).transpose(1, 2).flatten(2, 3)
 
     def _chain(
-        self,
-        h_BH: Tensor,
-        logits_BV: Tensor,
-        roots_B: Tensor,
-        noise: tuple[Tensor, Tensor, Tensor],
-        depth: int,
-        read: int,
+        self, h_BH: Tensor, logits_BV: Tensor, rows: RowState, depth: int, read: int
     ) -> Draft:
-        keys_B, positions_B, temperatures_B = noise
-        tokens_B1, h_B1H = roots_B[:, None], h_BH[:, None]
+        tokens_B1, h_B1H = rows.roots_B[:, None], h_BH[:, None]
         columns, seen_S = [tokens_B1], torch.arange(read, device=self.device)
+        drawn_from = []
         for level in range(depth):
             if level:
-                at_B1 = positions_B[:, None] - 2 + level
+                at_B1 = rows.positions_B[:, None] - 2 + level
                 mask_B1S = seen_S <= at_B1[:, :, None]
                 h_B1H, logits_B1V = self._next(tokens_B1, h_B1H, at_B1, at_B1, mask_B1S)
                 logits_BV = logits_B1V[:, 0]
-            tokens_B1 = self._best(logits_BV, keys_B, positions_B + level, temperatures_B, 1)[0]
+            noise = rows.keys_B, rows.positions_B + level, rows.temperatures_B
+            tokens_B1 = gumbel_topk(logits_BV, *noise, 1, self._ids_V).tokens_Nk
             columns.append(tokens_B1)
+            drawn_from.append(logits_BV)
         tokens_BT = torch.cat(columns, 1)
-        parents_BT = chain_parents(depth, self.device).repeat(len(roots_B), 1)
-        if len(self._stop_ids):
-            stop_BT = torch.isin(tokens_BT[:, 1:], self._stop_ids).long()
-            behind_BT = stop_BT.cumsum(1) - stop_BT > 0
-            tokens_BT[:, 1:].masked_fill_(behind_BT, -1)
-            parents_BT[:, 1:].masked_fill_(behind_BT, -1)
-        return Draft(tokens_BT, parents_BT)
+        parents_BT = chain_parents(depth, self.device).repeat(len(tokens_BT), 1)
+        stop_BT = torch.isin(tokens_BT[:, 1:], rows.stop_ids).long()
+        behind_BT = stop_BT.cumsum(1) - stop_BT > 0
+        tokens_BT[:, 1:].masked_fill_(behind_BT, -1)
+        parents_BT[:, 1:].masked_fill_(behind_BT, -1)
+        if rows.coupled:
+            return Draft(tokens_BT, parents_BT)
+        logits_BKV = torch.stack(drawn_from, 1).float()
+        if self._ids_V is not None:
+            vocab = self.model.config.vocab_size
+            whole = logits_BKV.new_full((*logits_BKV.shape[:2], vocab), -torch.inf)
+            whole[:, :, self._ids_V] = logits_BKV
+            logits_BKV = whole
+        return Draft(tokens_BT, parents_BT, logits_BKV)
+
+    @property
+    def _ids_V(self) -> Tensor | None:
+        return self.model.ids_V if self.model.config.reduced else None
 
     def _tree(
         self,
         h_BH: Tensor,
         logits_BV: Tensor,
-        roots_B: Tensor,
-        noise: tuple[Tensor, Tensor, Tensor],
+        rows: RowState,
         depth: int,
         width: int,
         nodes: int,
         read: int,
     ) -> Draft:
         """Level by level: the `width` most confident nodes get `width` children each."""
-        keys_B, positions_B, temperatures_B = noise
-        num_rows, first = len(roots_B), width
-        beam_BW, trust_BW = self._best(logits_BV, keys_B, positions_B, temperatures_B, width)
+        positions_B = rows.positions_B
+        num_rows, first = len(positions_B), width
+        beam_BW, trust_BW = self._best(logits_BV[:, None], rows, positions_B[:, None], width)
         h_BWH = h_BH[:, None].expand(-1, width, -1)
         node_BW = torch.arange(width, device=self.device).expand(num_rows, -1)  # index in the pool
         place_W = torch.arange(width, device=self.device)
         seen_BWA = node_BW.new_zeros(num_rows, width, 0)  # where the ancestors' keys lie
         pool = [(beam_BW, torch.full_like(beam_BW, -1), trust_BW)]
-        row_BW = [t[:, None].expand(-1, width).flatten() for t in (keys_B, temperatures_B)]
         committed_B1S = torch.arange(read, device=self.device) < positions_B[:, None, None] - 1
         for level in range(1, depth):
             place_BW = positions_B[:, None] - 1 + (level - 1) * width + place_W
@@ -349,14 +364,10 @@ class Eagle3Proposer:
             mask_BWS = committed_B1S.repeat(1, width, 1).scatter_(2, seen_BWA, True)
             rope_BW = (positions_B[:, None] - 2 + level).expand(-1, width)
             h_BWH, logits_BWV = self._next(beam_BW, h_BWH, rope_BW, place_BW, mask_BWS)
-            at_BW = (positions_B[:, None] + level).expand(-1, width).flatten()
-            tokens, trust = self._best(logits_BWV.flatten(0, 1), row_BW[0], at_BW, row_BW[1], width)
-            trust_BWk = trust.view(num_rows, width, width)
-            if len(self._stop_ids):
-                stop_BW1 = torch.isin(beam_BW, self._stop_ids)[..., None]
-                trust_BWk = trust_BWk.masked_fill(stop_BW1, _NEVER)
-            trust_BP = (trust_BW[..., None] + trust_BWk).flatten(1)
-            tokens_BP = tokens.view(num_rows, -1)
+            at_BW = (positions_B[:, None] + level).expand(-1, width)
+            tokens_BP, trust_BP = self._best(logits_BWV, rows, at_BW, width)
+            trust_BW = trust_BW.masked_fill(torch.isin(beam_BW, rows.stop_ids), _NEVER)
+            trust_BP = trust_BP + trust_BW.repeat_interleave(width, 1)
             pool.append((tokens_BP, node_BW.repeat_interleave(width, 1), trust_BP))
             if level + 1 < depth:
                 trust_BW, top_BW = trust_BP.topk(width, 1)
@@ -366,64 +377,22 @@ class Eagle3Proposer:
                 node_BW = first + top_BW
                 first += width * width
         tokens_BP, parents_BP, trust_BP = (torch.cat(part, 1) for part in zip(*pool, strict=True))
-        return _prune(roots_B, tokens_BP, parents_BP, trust_BP, nodes)
+        return _prune(rows.roots_B, tokens_BP, parents_BP, trust_BP, nodes)
 
     def _best(
-        self, logits_NV: Tensor, keys_N: Tensor, positions_N: Tensor, temperatures_N: Tensor, k: int
+        self, logits_BWV: Tensor, rows: RowState, at_BW: Tensor, k: int
     ) -> tuple[Tensor, Tensor]:
-        """The k best coupled proposals [N, k], best first, and the log confidence in each."""
-        ids_V = self.model.ids_V if self.model.config.reduced else None
-        tokens_Nk, _, scores_Nk, _ = gumbel_topk(
-            logits_NV, keys_N, positions_N, temperatures_N, k, ids_V
+        """The k best proposals of each of W nodes [B, W * k], and the log confidence in each."""
+        num_nodes = logits_BWV.shape[1]
+        heat_B = rows.temperatures_B if rows.coupled else torch.zeros_like(rows.temperatures_B)
+        keys_N, heat_N = (t.repeat_interleave(num_nodes) for t in (rows.keys_B, heat_B))
+        best = gumbel_topk(
+            logits_BWV.flatten(0, 1), keys_N, at_BW.flatten(), heat_N, k, self._ids_V
         )
-        trust_Nk = (scores_Nk / _SOFTNESS).log_softmax(-1).clamp(min=_FLOOR) - _STEP_PENALTY
-        return tokens_Nk, trust_Nk
-
-    # Storage.
-
-    def _reserve(self, num_slots: int, length: int) -> None:
-        if num_slots <= self._num_slots and length <= self._length:
-            return
-        slots = self._num_slots
-        while slots < num_slots:
-            slots = max(2 * slots, 1)
-        room = max(self._length, _READ_STEP)
-        while room < length:
-            room *= 2
-        c, old = self.model.config, self._buffers
-        cache = (slots, c.num_kv_heads, room, c.head_dim)
-        # Zeros, because what lies behind a row's end is masked but still multiplied by zero.
-        self._buffers = {
-            "tokens": torch.zeros(slots, room, dtype=torch.int64, device=self.device),
-            "features": torch.zeros(
-                slots, room, 3 * c.hidden_size, dtype=self.dtype, device=self.device
-            ),
-            "keys": torch.zeros(cache, dtype=self.model.fc.dtype, device=self.device),
-            "values": torch.zeros(cache, dtype=self.model.fc.dtype, device=self.device),
-        }
-        if self.sink is not None:
-            self._buffers["hidden"] = torch.zeros(
-                slots, room, c.hidden_size, dtype=self.dtype, device=self.device
-            )
-        for slot in range(self._num_slots):
-            for name, buffer in old.items():
-                _rows(name, self._buffers[name], slot, self._lengths[slot]).copy_(
-                    _rows(name, buffer, slot, self._lengths[slot])
-                )
-        for state in (self._lengths, self._tapped, self._cached):
-            state.extend([0] * (slots - self._num_slots))
-        self._num_slots, self._length = slots, room
-
-    def _copy(self, src: int, dst: int, length: int, names: Sequence[str]) -> None:
-        for name in names:
-            if name in self._buffers:
-                buffer = self._buffers[name]
-                _rows(name, buffer, dst, length).copy_(_rows(name, buffer, src, length))
-
-
-def _rows(name: str, buffer: Tensor, slot: int, length: int) -> Tensor:
-    """The first `length` positions of a slot."""
-    return buffer[slot, :, :length] if name in ("keys", "values") else buffer[slot, :length]
+        rivals_Nk = (best.scores_Nk / _SOFTNESS).log_softmax(-1)
+        trust_Nk = rivals_Nk if rows.coupled else best.logprobs_Nk
+        trust_Nk = trust_Nk.clamp(min=_FLOOR) - _STEP_PENALTY
+        return best.tokens_Nk.view(len(at_BW), -1), trust_Nk.view(len(at_BW), -1)
 
 
 def _prune(

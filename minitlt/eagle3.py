@@ -64,7 +64,6 @@ class DrafterConfig:
         "auto", "weights of proposals: auto (bfloat16 where products have it), float32, bfloat16"
     )
     tap_dtype: str = option("bfloat16", "how taps are kept: bfloat16, float16, float32, float64")
-    tree_nodes: int = option(16, "nodes of a tree draft, the root not counted")
     ngram_min: int = option(2, "shortest suffix that the n-gram drafter matches, in tokens")
     ngram_max: int = option(16, "longer matches than this are not told apart")
     ngram_tokens: int = option(200_000, "tokens that the n-gram index remembers (400 bytes each)")
@@ -93,7 +92,7 @@ class DrafterConfig:
         ):  # fmt: skip
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"drafter.{name} is {value!r}; choose {', '.join(choices)}")
-        positive = ("tree_nodes", "ngram_min", "ngram_tokens", "ttt_steps", "window_tokens",
+        positive = ("ngram_min", "ngram_tokens", "ttt_steps", "window_tokens",
                     "buffer_tokens", "learning_rate", "clip")  # fmt: skip
         shares = ("long_share", "ttt_decay", "vocab_gain")
         for name, value in vars(self).items():

@@ -2,7 +2,7 @@
 
 The idea. Reasoning text repeats itself: a row restates numbers and formulas of its prompt and of
 its own beginning, GRPO siblings answer the same prompt, and the same prompt comes back every epoch.
-So the guess is what followed the longest earlier match of the row's last tokens (prompt lookup
+So the draft is what followed the longest earlier match of the row's last tokens (prompt lookup
 decoding; the memory across rollouts is "Beat the long tail", MLSys 2026). All texts of one prompt
 share one index: a dict from every `min_match` consecutive tokens to the last few places where they
 ended. A look-up compares those few places backwards to find the longest match, so nothing is ever
@@ -23,12 +23,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from minitlt.draft import MAX_NODES, Draft, Taps
+from minitlt.draft import Draft, Drafter, RowState, Taps
 from minitlt.eagle3 import DrafterConfig
 
 _PLACES = 8  # remembered per n-gram, newest last
@@ -96,25 +95,24 @@ class _Corpus:
             self._index(text, self.prompt_len if text else 0)
 
 
-class NgramDrafter:
-    """Fulfils the engine's Drafter protocol with look-ups alone; the taps are not used.
+class NgramDrafter(Drafter):
+    """Look-ups alone; the taps are not used.
 
-    config: ngram_min, ngram_max, ngram_tokens and tree_nodes are read. Above `ngram_tokens` whole
-    prompts are forgotten, longest unused first; a prompt that is alone loses its older texts.
+    config: ngram_min, ngram_max and ngram_tokens are read. Above `ngram_tokens` whole prompts are
+    forgotten, longest unused first; a prompt that is alone loses its older texts.
     """
 
     name = "ngram"
-    needs_taps = False
 
     def __init__(self, config: DrafterConfig | None = None) -> None:
         config = config or DrafterConfig()
         self.min_match, self.longest = config.ngram_min, config.ngram_max
-        self.max_tokens, self.tree_nodes = config.ngram_tokens, config.tree_nodes
+        self.max_tokens = config.ngram_tokens
         self._corpora: OrderedDict[tuple[int, ...], _Corpus] = OrderedDict()
         self._slots: dict[int, tuple[_Corpus, int]] = {}
 
-    def begin(self, slot: int, prompt: list[int], group: int) -> None:
-        """Siblings and earlier epochs are found by the prompt itself, so `group` is not needed."""
+    def begin(self, slot: int, prompt: list[int]) -> None:
+        """Siblings and earlier epochs are found by the prompt itself."""
         key = tuple(prompt)
         corpus = self._corpora.get(key)
         if corpus is None:
@@ -123,19 +121,10 @@ class NgramDrafter:
         corpus.num_live += 1
         self._slots[slot] = (corpus, corpus.open(list(prompt)))
 
-    def prefill(self, slot: int, start: int, taps: Taps) -> None:
-        """Nothing: the prompt was indexed at `begin`."""
-
-    def share(self, src: int, dst: int, length: int) -> None:
-        """Nothing: siblings share their index already."""
-
-    def observe(
-        self, slots: list[int], tokens_BN: Tensor, num_B: Tensor, taps: Taps | None
-    ) -> None:
-        rows = zip(slots, tokens_BN.tolist(), num_B.tolist(), strict=True)
-        for slot, tokens, num in rows:
+    def observe(self, tokens: list[list[int]], taps: Taps | None = None) -> None:
+        for slot, new in enumerate(tokens):
             corpus, text = self._slots[slot]
-            corpus.append(text, tokens[:num])
+            corpus.append(text, new)
 
     def move(self, src: int, dst: int) -> None:
         self._slots[dst] = self._slots.pop(src)
@@ -183,29 +172,21 @@ class NgramDrafter:
                 corpus.enter(text, at)
             self._corpora[tuple(corpus.texts[0])] = corpus
 
-    def propose(
-        self,
-        slots: list[int],
-        roots_B: Tensor,
-        keys_B: Tensor,
-        positions_B: Tensor,
-        temperatures_B: Tensor,
-        depth: int,
-        width: int,
-    ) -> Draft:
-        """A chain of at most `depth` copied tokens, or for width > 1 up to `width` of them in one
-        tree. Rows without a match get pads."""
-        trees = [self._tree(*self._slots[slot], depth, width) for slot in slots]
-        num_nodes = 1 + max((len(tree) for tree in trees), default=0)
-        tokens, parents = [], []
-        for root, tree in zip(roots_B.tolist(), trees, strict=True):
-            pads = [-1] * (num_nodes - 1 - len(tree))
-            tokens.append([root, *(token for token, _ in tree), *pads])
-            parents.append([-1, *(parent for _, parent in tree), *pads])
-        device = roots_B.device
-        return Draft(torch.tensor(tokens, device=device), torch.tensor(parents, device=device))
+    def propose(self, rows: RowState, depth: int, width: int, nodes: int) -> Draft:
+        """A chain of copied tokens, or for width > 1 up to `width` of them in one tree. Rows
+        without a match get pads."""
+        num_rows, device = len(rows.roots_B), rows.roots_B.device
+        trees = [self._tree(*self._slots[slot], depth, width, nodes) for slot in range(num_rows)]
+        most = max(map(len, trees))
+        padded = [tree + [(-1, -1)] * (most - len(tree)) for tree in trees]
+        drafts = torch.tensor(padded, dtype=torch.int64, device=device).view(num_rows, most, 2)
+        root_B1 = rows.roots_B[:, None]
+        return Draft(
+            torch.cat([root_B1, drafts[..., 0]], 1),
+            torch.cat([torch.full_like(root_B1, -1), drafts[..., 1]], 1),
+        )
 
-    def _tree(self, corpus: _Corpus, text: int, depth: int, width: int) -> Tree:
+    def _tree(self, corpus: _Corpus, text: int, depth: int, width: int, nodes: int) -> Tree:
         tail = corpus.texts[text][-self.longest :]
         if width == 1:
             return [(token, i) for i, token in enumerate(self._chain(corpus, tail, depth))]
@@ -215,9 +196,9 @@ class NgramDrafter:
         for _, other, at in corpus.find(tail, self.longest):
             node, before = 0, len(tree)
             for token in corpus.texts[other][at : at + depth]:
-                if len(tree) >= min(self.tree_nodes, MAX_NODES - 1) and (node, token) not in child:
-                    break
                 if (node, token) not in child:
+                    if len(tree) >= nodes:
+                        break
                     tree.append((token, node))
                     child[node, token] = len(tree)
                 node = child[node, token]
@@ -264,69 +245,18 @@ def merge_drafts(first: Draft, chain: Draft) -> Draft:
     return Draft(tokens, torch.where(parents < 0, -1, place_T[parents.clamp(min=0)]))
 
 
-class MergedDrafter:
-    """One tree from two sources: `learned` (anything whose `propose` takes a budget) and `ngram`.
+class MergedDrafter(Drafter):
+    """One tree from two sources, both of which the engine feeds as drafters of their own.
 
-    The copied chain may take `depth` of the nodes, the learned tree gets the rest. At width 1 there
-    is no room for two guesses: the learned chain is used, and the copied one where there is none.
-    shared: the engine drives both sources itself already; nothing is then passed on twice.
+    The copied chain takes the nodes it needs, the learned tree gets the rest.
     """
 
     name = "merged"
 
-    def __init__(self, learned: Any, ngram: NgramDrafter, *, shared: bool = False) -> None:
+    def __init__(self, learned: Drafter, ngram: NgramDrafter) -> None:
         self.learned, self.ngram = learned, ngram
-        self.tree_nodes: int = learned.tree_nodes
-        self.needs_taps = not shared
-        self._told: tuple[Any, ...] = () if shared else (learned, ngram)
 
-    def begin(self, slot: int, prompt: list[int], group: int) -> None:
-        for source in self._told:
-            source.begin(slot, prompt, group)
-
-    def prefill(self, slot: int, start: int, taps: Taps) -> None:
-        for source in self._told:
-            source.prefill(slot, start, taps)
-
-    def share(self, src: int, dst: int, length: int) -> None:
-        for source in self._told:
-            source.share(src, dst, length)
-
-    def observe(self, slots: list[int], tokens_BN: Tensor, num_B: Tensor, taps: Taps) -> None:
-        for source in self._told:
-            source.observe(slots, tokens_BN, num_B, taps)
-
-    def move(self, src: int, dst: int) -> None:
-        for source in self._told:
-            source.move(src, dst)
-
-    def finish(self, slot: int, prompt: list[int], completion: list[int]) -> None:
-        for source in self._told:
-            source.finish(slot, prompt, completion)
-
-    def propose(
-        self,
-        slots: list[int],
-        roots_B: Tensor,
-        keys_B: Tensor,
-        positions_B: Tensor,
-        temperatures_B: Tensor,
-        depth: int,
-        width: int,
-    ) -> Draft:
-        noise = (keys_B, positions_B, temperatures_B)
-        copied = self.ngram.propose(slots, roots_B, *noise, depth, 1)
-        budget = max(self.tree_nodes - (copied.tokens_BT.shape[1] - 1), 1)
-        learned = self.learned.propose(slots, roots_B, *noise, depth, width, budget)
-        if width > 1:
-            return merge_drafts(learned, copied)
-        silent_B = (learned.tokens_BT[:, 1:] < 0).all(1)
-        short = learned.tokens_BT.shape[1] - copied.tokens_BT.shape[1]
-        pad = torch.nn.functional.pad
-        tokens, parents = (
-            pad(t, (0, short), value=-1) for t in (copied.tokens_BT, copied.parents_BT)
-        )
-        return Draft(
-            torch.where(silent_B[:, None], tokens, learned.tokens_BT),
-            torch.where(silent_B[:, None], parents, learned.parents_BT),
-        )
+    def propose(self, rows: RowState, depth: int, width: int, nodes: int) -> Draft:
+        copied = self.ngram.propose(rows, min(depth, nodes - 1), 1, nodes - 1)
+        rest = nodes + 1 - copied.tokens_BT.shape[1]
+        return merge_drafts(self.learned.propose(rows, depth, width, rest), copied)

@@ -12,7 +12,7 @@ Keys are hash(seed, generation, global row), so the same run on one rank or eigh
 completions. `full_parameters` yields the policy's weights one full tensor at a time, under DDP,
 FSDP2, ZeRO-3 and LoRA (merged out of place), with the same collectives on every rank.
 
-Left out: images, stop strings, TRL's own vLLM and continuous batching (refused with a reason).
+Left out: images, TRL's own vLLM and continuous batching (refused with a reason).
 How to try it: `minitlt train`, `pytest tests/test_rl.py`.
 """
 
@@ -34,7 +34,7 @@ from trl import GRPOTrainer
 from minitlt.common import suggest
 from minitlt.config import ConfigError, RolloutConfig
 from minitlt.distill import DrafterTrainer, ReplayBuffer
-from minitlt.drafter import Eagle3Proposer, NgramDrafter
+from minitlt.drafter import Eagle3Proposer, MergedDrafter, NgramDrafter
 from minitlt.eagle3 import (
     DrafterConfig,
     Eagle3Config,
@@ -63,6 +63,7 @@ _PASSED = {  # generation settings that the engine has, by TRL's name
     "min_new_tokens": "min_new_tokens",
     "suppress_tokens": "suppress_ids",
     "eos_token_id": "stop_ids",
+    "stop_strings": "stop_strings",
 }
 BYPASSES = {  # TRL options that would generate without our engine
     "use_vllm": "rollouts come from minitlt's engine",
@@ -158,6 +159,7 @@ class MiniTLTTrainer(GRPOTrainer):
             log=log,
         )
         self.speculation.engine.on_step = self._between_steps
+        self.speculation.engine.decode = self._tokenizer.decode
         if self._corrects_sampling():
             # With the method below overridden, this flag only switches TRL's importance-sampling
             # correction on; `args.use_vllm` stays false and no server is ever looked for.
@@ -459,9 +461,9 @@ def sampling_params(generation: dict[str, Any]) -> SamplingParams:
                 f"generation_kwargs.{name} is not supported by minitlt; {suggest(name, _PASSED)}"
             )
         values[_PASSED[name]] = value
-    for name in ("stop_ids", "suppress_ids"):
-        ids = values.get(name, ())
-        values[name] = (ids,) if isinstance(ids, int) else tuple(ids)
+    for name in ("stop_ids", "suppress_ids", "stop_strings"):
+        given = values.get(name, ())
+        values[name] = (given,) if isinstance(given, int | str) else tuple(given)
     return SamplingParams(**values)
 
 
@@ -502,8 +504,9 @@ def build_speculation(
     ngram = NgramDrafter(drafter)
     engine = RolloutEngine(
         target,
-        [ngram, proposer],
+        [ngram, proposer, MergedDrafter(proposer, ngram)],
         bandit,
+        verify=rollout.verify,
         max_rows=rollout.max_rows,
         cache_gb=rollout.cache_gb,
         prefill_chunk=rollout.prefill_chunk,

@@ -97,8 +97,10 @@ def prepare(
     drafter = build(DrafterConfig, config.drafter, "drafter")
     spot = build(SpotConfig, config.spot, "spot")
     for text in rollout.arms:
-        if Arm.parse(text).source not in ("off", "ngram", "eagle"):
-            raise ConfigError(f"rollout.arms: {text!r} has no drafter; sources: ngram, eagle")
+        if Arm.parse(text).source not in ("off", "ngram", "eagle", "merged"):
+            raise ConfigError(
+                f"rollout.arms: {text!r} has no drafter; sources: ngram, eagle, merged"
+            )
     for name in BYPASSES:
         if config.trl.get(name):
             raise ConfigError(f"{name}: {config.trl[name]} cannot be used here; {BYPASSES[name]}")
@@ -317,7 +319,8 @@ def _finish(trainer: MiniTLTTrainer, run_dir: Path, log: EventLog) -> None:
     trainer.save_model(str(run_dir / "policy"))
     if trainer.accelerator.is_main_process:
         save_drafter(run_dir / "drafter", trainer.speculation.drafter)
-        measured = compare_plain(trainer) if trainer.last_prompts else {}
+        same = trainer.rollout_config.verify == "coupled"  # plain would give these very tokens
+        measured = compare_plain(trainer) if trainer.last_prompts and same else {}
         log.write("summary", **{**summarize(read_events(run_dir / "events.jsonl")), **measured})
     trainer.accelerator.end_training()
 
@@ -332,7 +335,9 @@ def compare_plain(trainer: MiniTLTTrainer) -> dict[str, Any]:
     keys = [row_key(trainer.args.seed, _PROOF_GENERATION, i) for i in range(len(prompts))]
     engine.on_step = None
     # An engine without drafters: none of them watches, so none can copy what it has just seen.
-    alone = RolloutEngine(engine.target, max_rows=engine.max_rows, cache_gb=engine.cache_gb)
+    alone = RolloutEngine(
+        engine.target, max_rows=engine.max_rows, cache_gb=engine.cache_gb, decode=engine.decode
+    )
     plain = alone.generate(prompts, trainer.sampling, keys)
     speculative = engine.generate(prompts, trainer.sampling, keys)
     return {

@@ -29,7 +29,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from minitlt.common import read_jsonl
-from minitlt.drafter import Eagle3Proposer, NgramDrafter
+from minitlt.drafter import Eagle3Proposer, MergedDrafter, NgramDrafter
 from minitlt.eagle3 import Eagle3Config, Eagle3Drafter
 from minitlt.export import check_export, export_drafter, import_drafter
 from minitlt.kernels import row_key
@@ -66,9 +66,9 @@ def load_served(
         raise ValueError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
     chosen = [Arm.parse(text) for text in arms]
     for arm in chosen:
-        if arm.source not in ("off", "ngram", "eagle"):
-            raise ValueError(f"--arms: {arm.name!r} has no drafter; sources: ngram, eagle")
-        if arm.source == "eagle" and not drafter:
+        if arm.source not in ("off", "ngram", "eagle", "merged"):
+            raise ValueError(f"--arms: {arm.name!r} has no drafter; sources: ngram, eagle, merged")
+        if arm.source in ("eagle", "merged") and not drafter:
             raise ValueError(f"--arms: {arm.name!r} needs a draft model; give --drafter DIR")
     path, folder = resolve_model(model), resolve_drafter(drafter) if drafter else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,8 +82,11 @@ def load_served(
     target = make_target(module, dtype=weights, device=device)
     if eagle is not None:
         eagle.tie(target.embed_weight, target.head_weight)
-        drafters.append(Eagle3Proposer(eagle, stop_ids=stop_ids))
-    engine = RolloutEngine(target, drafters, Bandit(chosen), max_rows=max_rows)
+        proposer = Eagle3Proposer(eagle)
+        drafters += [proposer, MergedDrafter(proposer, drafters[0])]
+    engine = RolloutEngine(
+        target, drafters, Bandit(chosen), max_rows=max_rows, decode=tokenizer.decode
+    )
     return Served(str(path), engine, tokenizer, stop_ids)
 
 

@@ -4,17 +4,15 @@ from collections.abc import Callable
 
 import torch
 
-from minitlt.draft import Draft, chain_parents
+from minitlt.draft import Draft, Drafter, chain_parents
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Chains whose n-th guess is `guess(truth, row, n)`; truth is the plain engine's next token.
 
     With `width` > 1 a tree: every node gets `width` children, one of them (which, by turns) the
     scripted guess and the others wrong, and the scripted child alone goes on growing.
     """
-
-    needs_taps = False
 
     def __init__(
         self,
@@ -27,29 +25,12 @@ class ScriptedDrafter:
         self.known, self.guess, self.name, self.vocab = known, guess, name, vocab
         self.calls = 0
 
-    def begin(self, slot, prompt, group):
-        pass
-
-    def prefill(self, slot, start, taps):
-        pass
-
-    def share(self, src, dst, length):
-        pass
-
-    def observe(self, slots, tokens_BN, num_B, taps):
-        pass
-
-    def move(self, src, dst):
-        pass
-
-    def finish(self, slot, prompt, completion):
-        pass
-
-    def propose(self, slots, roots_B, keys_B, positions_B, temperatures_B, depth, width):
+    def propose(self, rows, depth, width, nodes):
         self.calls += 1
-        tokens = [[int(root)] for root in roots_B]
+        tokens = [[int(root)] for root in rows.roots_B]
         parents = [-1]
-        for row, (key, position) in enumerate(zip(keys_B.tolist(), positions_B, strict=True)):
+        keys_and_places = zip(rows.keys_B.tolist(), rows.positions_B, strict=True)
+        for row, (key, position) in enumerate(keys_and_places):
             prompt_length, completion = self.known[key]
             parents, spine = [-1], 0
             for n in range(depth):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from drafter_reference import Reference
 
-from minitlt.draft import Taps, ancestor_bits, chain_parents, depths
+from minitlt.draft import RowState, Taps, ancestor_bits, chain_parents, depths
 from minitlt.drafter import (
     DrafterConfig,
     Eagle3Config,
@@ -330,9 +330,11 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 class World:
     """Rows with fixed texts and taps: plays the engine around a proposer, remembers what it did."""
 
-    def __init__(self, drafter, lengths, *, chunk=3, config=None, **kwargs):
+    def __init__(self, drafter, lengths, *, chunk=3, config=None, stop_ids=(), **kwargs):
         config = config or DrafterConfig(tap_dtype="float64")
+        self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64)
         self.proposer = Eagle3Proposer(drafter, config, **kwargs)
+        self.proposer.reserve(4, 300)
         self.rows, self.lengths, self.prompts = [], [], []
         for i, length in enumerate(lengths):
             self.admit(length, seed=10 + i, chunk=chunk)
@@ -343,7 +345,7 @@ class World:
         self.rows.append((tokens, taps))
         self.lengths.append(length)
         self.prompts.append(length)
-        self.proposer.begin(slot, tokens[:length], 0)
+        self.proposer.begin(slot, tokens[:length])
         for start in range(0, length - 1, chunk):
             self.proposer.prefill(
                 slot, start, self.taps(slot, start, min(start + chunk, length - 1))
@@ -356,16 +358,14 @@ class World:
     def emit(self, nums):
         """The engine commits this many of each row's own next tokens."""
         most = max(nums)
-        tokens = torch.full((len(nums), most), -1)
+        tokens = []
         features = torch.full((len(nums), most, 3 * H), 7.0, dtype=torch.float64)  # pads: rubbish
         for b, num in enumerate(nums):
             start = self.lengths[b]
-            tokens[b, :num] = torch.tensor(self.rows[b][0][start : start + num])
+            tokens.append(self.rows[b][0][start : start + num])
             features[b, :num] = self.rows[b][1][start - 1 : start - 1 + num]
             self.lengths[b] += num
-        self.proposer.observe(
-            list(range(len(nums))), tokens, torch.tensor(nums), Taps(features, features[..., :H])
-        )
+        self.proposer.observe(tokens, Taps(features, features[..., :H]))
 
     def noise(self, temperature=1.0):
         b = len(self.rows)
@@ -375,12 +375,13 @@ class World:
             torch.full((b,), temperature),
         )
 
-    def propose(self, depth, width=1, temperature=1.0, **kwargs):
-        roots = torch.tensor(
-            [row[0][n - 1] for row, n in zip(self.rows, self.lengths, strict=True)]
-        )
-        slots = list(range(len(self.rows)))
-        return self.proposer.propose(slots, roots, *self.noise(temperature), depth, width, **kwargs)
+    def state(self, temperature=1.0, coupled=True):
+        rows = zip(self.rows, self.lengths, strict=True)
+        roots = torch.tensor([row[0][n - 1] for row, n in rows])
+        return RowState(roots, *self.noise(temperature), self.stop_ids, coupled)
+
+    def propose(self, depth, width=1, temperature=1.0, nodes=16, coupled=True):
+        return self.proposer.propose(self.state(temperature, coupled), depth, width, nodes)
 
     def retire(self, slot):
         last = len(self.rows) - 1
@@ -403,7 +404,7 @@ class World:
                 model.mix(torch.tensor(tokens[1:length]), h), torch.arange(n)
             )
             for name, fresh in (("keys", k), ("values", v)):
-                kept = proposer._buffers[name][slot, :, :n].transpose(0, 1)
+                kept = proposer._buffers[name][slot, :n]
                 torch.testing.assert_close(kept, fresh, rtol=1e-12, atol=1e-12)
 
 
@@ -441,7 +442,7 @@ def test_share_copies_the_prompt_of_a_sibling():
     world.emit([3])
     other, other_taps = random_row(300, 99)
     prompt = world.prompts[0]
-    world.proposer.begin(1, tokens[:prompt], 0)
+    world.proposer.begin(1, tokens[:prompt])
     world.proposer.share(0, 1, prompt - 1)
     world.rows.append((tokens[:prompt] + other, torch.cat([taps[: prompt - 1], other_taps])))
     world.lengths.append(prompt)
@@ -482,7 +483,7 @@ def test_tree_children_come_from_their_own_ancestors(temperature):
     world.propose(3, 3)
     world.emit([2, 1])
     depth, width, budget = 3, 3, 12
-    draft = world.propose(depth, width, temperature, budget=budget)
+    draft = world.propose(depth, width, temperature, nodes=budget)
     keys, positions, temperatures = world.noise(temperature)
     assert draft.tokens_BT.shape == (2, 1 + budget)
     for b in range(2):
@@ -507,12 +508,12 @@ def test_tree_children_come_from_their_own_ancestors(temperature):
 def test_a_full_tree_is_every_combination():
     drafter = make_drafter(23)
     world = World(drafter, [5])
-    draft = world.propose(2, 3, budget=12)
+    draft = world.propose(2, 3, nodes=12)
     assert sorted(draft.parents_BT[0].tolist()) == [-1] + [0] * 3 + sorted([1, 2, 3] * 3)
     chain = world.propose(2)
     root_child = draft.tokens_BT[0, draft.parents_BT[0] == 0].tolist()
     assert chain.tokens_BT[0, 1] in root_child  # the chain's first guess is one of the tree's
-    small = world.propose(2, 3, budget=2)
+    small = world.propose(2, 3, nodes=2)
     assert small.tokens_BT.shape == (1, 3)
     assert set(small.tokens_BT[0, small.parents_BT[0] == 0].tolist()) <= set(root_child)
 
@@ -528,7 +529,7 @@ def test_first_draft_depends_on_the_last_verified_token():
     for last in (3, 4, 5, 6, 7):
         world = World(drafter, [6])
         world.rows[0][0][5] = last
-        world.proposer.begin(0, world.rows[0][0][:6], 0)
+        world.proposer.begin(0, world.rows[0][0][:6])
         world.proposer.prefill(0, 0, world.taps(0, 0, 5))
         drafts.append(int(world.propose(1, temperature=0.0).tokens_BT[0, 1]))
     assert len(set(drafts)) > 1
@@ -541,7 +542,7 @@ def test_nothing_is_drafted_behind_a_stop_token():
     draft = World(drafter, [5, 7], stop_ids=[stop]).propose(4, temperature=0.0)
     assert draft.tokens_BT[0].tolist() == [*free.tokens_BT[0, :3].tolist(), -1, -1]
     assert draft.parents_BT[0].tolist() == [-1, 0, 1, -1, -1]
-    tree = World(drafter, [5, 7], stop_ids=[stop]).propose(3, 3, temperature=0.0, budget=10)
+    tree = World(drafter, [5, 7], stop_ids=[stop]).propose(3, 3, temperature=0.0, nodes=10)
     tokens, parents = tree.tokens_BT[0].tolist(), tree.parents_BT[0].tolist()
     assert all(tokens[p] != stop for p in parents[1:] if p > 0)
 
@@ -560,7 +561,7 @@ def test_rows_seen_too_late_get_pads_and_no_training_data():
     rows = []
     world = World(make_drafter(23), [4], buffer=SimpleNamespace(add=lambda *a: rows.append(a)))
     tokens, _ = random_row(300, 5)
-    world.proposer.begin(1, tokens[:6], 0)  # no prefill
+    world.proposer.begin(1, tokens[:6])  # no prefill
     world.rows.append(random_row(300, 5))
     world.lengths.append(6)
     world.emit([2, 2])
@@ -615,21 +616,23 @@ def test_proposing_leaves_the_global_generator_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_merged_drafter_keeps_both_sources():
+@pytest.mark.parametrize("coupled", [True, False])
+def test_merged_drafter_keeps_both_sources(coupled):
     world = World(make_drafter(23), [8])
     tokens = [5, 6, 7, 11, 4, 5, 6, 7]
     world.rows[0][0][:8] = tokens
-    merged = MergedDrafter(world.proposer, NgramDrafter())
-    merged.begin(0, tokens, 0)
-    merged.prefill(0, 0, world.taps(0, 0, 7))
-    args = ([0], torch.tensor([7]), *world.noise())
-    draft = merged.propose(*args, 3, 2)
-    parents, got = draft.parents_BT[0].tolist(), draft.tokens_BT[0].tolist()
-    node = 0
-    for token in (11, 4, 5):  # the copied chain is a path of the tree
-        node = next(n for n in range(1, len(got)) if parents[n] == node and got[n] == token)
-    learned = world.proposer.propose(*args, 3, 2, 13)
-    assert set(learned.tokens_BT[0].tolist()) <= set(got)
-    assert len(got) <= 1 + merged.tree_nodes
-    chain = merged.propose(*args, 3, 1)
-    assert torch.equal(chain.tokens_BT, world.proposer.propose(*args, 3, 1).tokens_BT)
+    world.proposer.begin(0, tokens)
+    world.proposer.prefill(0, 0, world.taps(0, 0, 7))
+    ngram = NgramDrafter()
+    ngram.begin(0, tokens)
+    merged, state = MergedDrafter(world.proposer, ngram), world.state(coupled=coupled)
+    for nodes in (16, 8, 4):
+        draft = merged.propose(state, 3, 2, nodes)
+        parents, got = draft.parents_BT[0].tolist(), draft.tokens_BT[0].tolist()
+        assert len(got) <= 1 + nodes and draft.logits_BKV is None
+        node = 0
+        for token in (11, 4, 5):  # the copied chain is a path of the tree
+            node = next(n for n in range(1, len(got)) if parents[n] == node and got[n] == token)
+        learned = world.proposer.propose(state, 3, 2, nodes - 3)
+        assert set(learned.tokens_BT[0].tolist()) <= set(got)
+    assert merged.propose(state, 3, 2, 3).tokens_BT.shape[1] <= 4

@@ -37,7 +37,7 @@ class House:
         ngram = NgramDrafter(CONFIG)
         self.engine = RolloutEngine(
             self.target,
-            [self.eagle, ngram, MergedDrafter(self.eagle, ngram, shared=True)],
+            [self.eagle, ngram, MergedDrafter(self.eagle, ngram)],
             Bandit([Arm.parse(arm) for arm in arms]),
             max_rows=3,
             on_step=on_step and (lambda engine: on_step(self)),
@@ -55,8 +55,8 @@ def plain():
 
 @pytest.mark.parametrize(
     "arms",
-    [["eagle-3"], ["eagle-3x4"], ["ngram-4"], ["ngram-4x3"], ["merged-3x3"],
-     ["eagle-2", "off", "eagle-3x2", "ngram-3", "merged-2x2"]],
+    [["eagle-3"], ["eagle-3x4"], ["eagle-4x3b5"], ["merged-4x2b5"], ["ngram-4"], ["ngram-4x3"],
+     ["merged-3x3"], ["eagle-2", "off", "eagle-3x2", "ngram-3", "merged-2x2"]],
     ids=" ".join,
 )  # fmt: skip
 def test_same_tokens_with_any_drafter(plain, arms):
@@ -96,7 +96,10 @@ def coverage(trainer):
 
 
 def test_rollouts_are_training_data(plain):
-    house = House(["off"])
+    idle = House(["off"])
+    idle.tokens()
+    assert not idle.buffer.rows and not idle.eagle._buffers  # without drafts nobody is fed
+    house = House(["ngram-1"])
     house.tokens()
     rows = {tuple(r.tokens_L.tolist()) for r in house.buffer.rows}
     done = [(*p, *c) for p, c in zip(PROMPTS, plain, strict=True) if len(c) >= 2]

@@ -94,10 +94,10 @@ def test_drafts_that_are_never_accepted_are_said(model_dir, tmp_path):
     trainer = make_trainer(model_dir, tmp_path, arms=("eagle-2",), log=ListLog(), length=40)
     parts = trainer.speculation
 
-    def absurd(slots, roots_B, keys_B, positions_B, temperatures_B, depth, width):
-        tokens_BT = torch.full((len(slots), depth + 1), 99)  # an id that is suppressed below
-        tokens_BT[:, 0] = roots_B
-        return Draft(tokens_BT, chain_parents(depth).expand(len(slots), -1).contiguous())
+    def absurd(rows, depth, width, nodes):
+        tokens_BT = torch.full((len(rows.roots_B), depth + 1), 99)  # an id that is suppressed below
+        tokens_BT[:, 0] = rows.roots_B
+        return Draft(tokens_BT, chain_parents(depth).expand_as(tokens_BT).contiguous())
 
     parts.proposer.propose = absurd
     with torch.no_grad():

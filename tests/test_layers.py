@@ -21,7 +21,9 @@ ALLOWED = {
     "kernels_triton": {"kernels"},
     "kernels_triton_model": {"kernels", "kernels_cpu", "kernels_triton"},
     "target": {"draft", "kernels"},
-    "spec": {"draft", "kernels", "target"},
+    "bandit": {"draft"},
+    "sampling": {"draft", "kernels"},
+    "spec": {"bandit", "draft", "kernels", "sampling", "target"},
     # the drafter and its training; spec and drafter never import each other
     "eagle3": {"draft", "kernels"},
     "ngram": {"draft", "eagle3"},

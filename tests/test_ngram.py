@@ -2,81 +2,78 @@
 
 import torch
 
-from minitlt.draft import Draft
+from minitlt.draft import Draft, RowState
 from minitlt.drafter import DrafterConfig, NgramDrafter, merge_drafts
 
 
-def play(drafter, slot, tokens):
-    drafter.observe([slot], torch.tensor([tokens]), torch.tensor([len(tokens)]), None)
+def play(drafter, *tokens):
+    drafter.observe(list(tokens))
 
 
-def ask(drafter, slots, depth, width=1):
-    b = len(slots)
-    zeros = torch.zeros(b, dtype=torch.int64)
-    return drafter.propose(slots, torch.arange(b) + 900, zeros, zeros, torch.ones(b), depth, width)
+def ask(drafter, num, depth, width=1, nodes=16):
+    zeros = torch.zeros(num, dtype=torch.int64)
+    rows = RowState(torch.arange(num) + 900, zeros, zeros, torch.ones(num), zeros[:0])
+    return drafter.propose(rows, depth, width, nodes)
 
 
 def test_ngram_copies_what_followed_the_longest_match():
     drafter = NgramDrafter()
-    drafter.begin(0, [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], 0)
+    drafter.begin(0, [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3])
     # (2, 3) was followed by 4 and, later, by 5; (1, 2, 3) only by 4: the longer match wins.
-    draft = ask(drafter, [0], 3)
+    draft = ask(drafter, 1, 3)
     assert draft.tokens_BT.tolist() == [[900, 4, 9, 2]]
     assert draft.parents_BT.tolist() == [[-1, 0, 1, 2]]
-    play(drafter, 0, [7, 2, 3])
+    play(drafter, [7, 2, 3])
     # (7, 2, 3) is new; of the equally long matches of (2, 3) the newest is followed by 7.
-    assert ask(drafter, [0], 2).tokens_BT.tolist() == [[900, 7, 2]]
+    assert ask(drafter, 1, 2).tokens_BT.tolist() == [[900, 7, 2]]
 
 
 def test_ngram_without_a_match_is_a_pad_and_rows_are_independent():
     drafter = NgramDrafter()
-    drafter.begin(0, [1, 2, 3], 0)
-    drafter.begin(1, [5, 6, 7, 5, 6], 1)
-    draft = ask(drafter, [0, 1], 2)
+    drafter.begin(0, [1, 2, 3])
+    drafter.begin(1, [5, 6, 7, 5, 6])
+    draft = ask(drafter, 2, 2)
     assert draft.tokens_BT.tolist() == [[900, -1, -1], [901, 7, 5]]
     assert draft.parents_BT.tolist() == [[-1, -1, -1], [-1, 0, 1]]
-    assert ask(drafter, [0], 2).tokens_BT.tolist() == [[900]]
+    assert ask(drafter, 1, 2).tokens_BT.tolist() == [[900]]
 
 
 def test_ngram_goes_on_where_its_source_ends():
     drafter = NgramDrafter()
-    drafter.begin(0, [1, 2, 1, 2], 0)
-    assert ask(drafter, [0], 5).tokens_BT.tolist() == [[900, 1, 2, 1, 2, 1]]
+    drafter.begin(0, [1, 2, 1, 2])
+    assert ask(drafter, 1, 5).tokens_BT.tolist() == [[900, 1, 2, 1, 2, 1]]
 
 
 def test_ngram_reads_siblings_and_earlier_epochs_of_the_same_prompt():
     drafter = NgramDrafter()
-    drafter.begin(0, [1, 2], 0)
-    drafter.begin(1, [1, 2], 0)
-    drafter.begin(2, [1, 3], 1)
-    play(drafter, 0, [8, 9, 10])
-    play(drafter, 1, [8, 9])
-    play(drafter, 2, [8, 9])
-    assert ask(drafter, [0, 1, 2], 1).tokens_BT.tolist() == [[900, -1], [901, 10], [902, -1]]
+    drafter.begin(0, [1, 2])
+    drafter.begin(1, [1, 2])
+    drafter.begin(2, [1, 3])
+    play(drafter, [8, 9, 10], [8, 9], [8, 9])
+    assert ask(drafter, 3, 1).tokens_BT.tolist() == [[900, -1], [901, 10], [902, -1]]
     for slot, prompt in ((2, [1, 3]), (1, [1, 2]), (0, [1, 2])):
         drafter.finish(slot, prompt, [])
-    drafter.begin(0, [1, 2], 77)  # the next epoch: another group number, the same prompt
-    assert ask(drafter, [0], 3).tokens_BT.tolist() == [[900, 8, 9, 10]]
+    drafter.begin(0, [1, 2])  # the next epoch
+    assert ask(drafter, 1, 3).tokens_BT.tolist() == [[900, 8, 9, 10]]
 
 
 def test_ngram_move():
     drafter = NgramDrafter()
-    drafter.begin(0, [1, 2], 0)
-    drafter.begin(1, [5, 6, 7, 5, 6], 1)
+    drafter.begin(0, [1, 2])
+    drafter.begin(1, [5, 6, 7, 5, 6])
     drafter.finish(0, [1, 2], [])
     drafter.move(1, 0)
-    assert ask(drafter, [0], 1).tokens_BT.tolist() == [[900, 7]]
+    assert ask(drafter, 1, 1).tokens_BT.tolist() == [[900, 7]]
 
 
 def test_ngram_tree_joins_equal_beginnings():
-    drafter = NgramDrafter(DrafterConfig(tree_nodes=5))
-    drafter.begin(0, [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 7, 0, 1, 2], 0)
+    drafter = NgramDrafter()
+    drafter.begin(0, [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 7, 0, 1, 2])
     # Newest first: (6, 7, 0), then (3, 5, 1), then (3, 4, 1), which shares its 3 with the second.
-    draft = ask(drafter, [0], 3, width=2)
+    draft = ask(drafter, 1, 3, width=2, nodes=5)
     assert draft.tokens_BT.tolist() == [[900, 6, 7, 0, 3, 5]]  # five nodes at most
     assert draft.parents_BT.tolist() == [[-1, 0, 1, 2, 0, 4]]
-    drafter.tree_nodes = 16
-    draft = ask(drafter, [0], 3, width=3)
+    draft = ask(drafter, 1, 3, width=3)
     assert draft.tokens_BT.tolist() == [[900, 6, 7, 0, 3, 5, 1, 4, 1]]
     assert draft.parents_BT.tolist() == [[-1, 0, 1, 2, 0, 4, 5, 4, 7]]
 
@@ -84,14 +81,14 @@ def test_ngram_tree_joins_equal_beginnings():
 def test_ngram_memory_is_bounded():
     drafter = NgramDrafter(DrafterConfig(ngram_tokens=100))
     for prompt in range(30):
-        drafter.begin(0, [prompt, 1], prompt)
-        play(drafter, 0, list(range(20)))
+        drafter.begin(0, [prompt, 1])
+        play(drafter, list(range(20)))
         drafter.finish(0, [prompt, 1], list(range(20)))
     assert sum(c.num_tokens for c in drafter._corpora.values()) <= 100
     assert (29, 1) in drafter._corpora and (0, 1) not in drafter._corpora
     for row in range(300):  # one prompt for ever: the older half of its texts goes
-        drafter.begin(0, [7, 7], 0)
-        play(drafter, 0, [row, row + 1])
+        drafter.begin(0, [7, 7])
+        play(drafter, [row, row + 1])
         drafter.finish(0, [7, 7], [row, row + 1])
     [corpus] = [c for k, c in drafter._corpora.items() if k == (7, 7)]
     assert corpus.num_tokens <= 102 and len(corpus.texts) <= 64

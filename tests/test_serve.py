@@ -298,7 +298,7 @@ def test_warm_up_ends_in_time(model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("minitlt.warmup.time", SimpleNamespace(monotonic=lambda: float(next(now))))
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     parts = build_speculation(
-        model, RolloutConfig(arms=["off"]), DrafterConfig(draft_vocab_size=64, pack_tokens=32),
+        model, RolloutConfig(arms=["ngram-1"]), DrafterConfig(draft_vocab_size=64, pack_tokens=32),
         SpotConfig(mode="off"), device=torch.device("cpu"),
     )  # fmt: skip
     said = []

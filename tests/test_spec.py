@@ -313,9 +313,13 @@ def test_caches_equal_a_fresh_prefill_after_random_rounds():
 
 
 def test_arms_have_one_spelling():
-    for text in ("off", "ngram-3", "eagle-4", "eagle-3x4"):
-        assert Arm.parse(text).name == text
-    for text in ("", "ngram", "ngram-", "ngram-0", "eagle-3x", "eagle-99", "on"):
+    nodes = {"off": 0, "ngram-3": 3, "eagle-4": 4, "eagle-3x4": 12, "eagle-4x3b5": 5,
+             "merged-4x2": 8, "eagle-32x32": 63}  # fmt: skip
+    for text, num in nodes.items():
+        assert Arm.parse(text).name == text and Arm.parse(text).nodes == num
+    wrong = ("", "ngram", "ngram-", "ngram-0", "eagle-3x", "eagle-99", "on", "eagle-4b3",
+             "eagle-4x3b", "eagle-4x3b3", "eagle-4x3b64", "merged-3")  # fmt: skip
+    for text in wrong:
         with pytest.raises(ValueError, match="arm"):
             Arm.parse(text)
     with pytest.raises(ValueError, match="ngram"):
@@ -417,16 +421,15 @@ def test_a_tree_larger_than_depth_times_width_has_its_room():
     """A drafter may fill its node budget: 16 nodes behind a row that ends just below 128."""
 
     class Bushy(ScriptedDrafter):
-        def propose(self, slots, roots_B, keys_B, positions_B, temperatures_B, depth, width):
-            rows = len(slots)
-            tokens = torch.cat([roots_B[:, None], torch.full((rows, 16), 7)], 1)
-            parents = torch.tensor([[-1] + [0] * 16] * rows)
-            return Draft(tokens, parents)
+        def propose(self, rows, depth, width, nodes):
+            num = len(rows.roots_B)
+            tokens = torch.cat([rows.roots_B[:, None], torch.full((num, nodes), 7)], 1)
+            return Draft(tokens, torch.tensor([[-1] + [0] * nodes] * num))
 
     prompts = random_prompts([100])
     params = SamplingParams(max_new_tokens=27)
     plain = run(params, prompts)
-    got = run(params, prompts, "scripted-2x4", [Bushy({}, oracle)])
+    got = run(params, prompts, "scripted-2x4b16", [Bushy({}, oracle)])
     assert got.completion_ids == plain.completion_ids
 
 

@@ -1,0 +1,193 @@
+"""Which way to draft, chosen anew for every step: arms, and the bandit that learns what pays.
+
+How to run: `pytest tests/test_spec.py -k bandit`, `minitlt simulate`.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from minitlt.draft import MAX_NODES
+
+OFF = "off"
+
+
+class Arm(NamedTuple):
+    """A way to draft: the source, how deep, how many children per node, how many nodes."""
+
+    source: str = OFF
+    depth: int = 0
+    width: int = 1
+    budget: int = 0  # 0: depth * width
+
+    @property
+    def name(self) -> str:
+        if self.source == OFF:
+            return OFF
+        tree = (f"x{self.width}" if self.width > 1 else "") + (
+            f"b{self.budget}" * (self.budget > 0)
+        )
+        return f"{self.source}-{self.depth}{tree}"
+
+    @property
+    def nodes(self) -> int:
+        """Drafts per row at most, i.e. one less than the tokens that a verify step feeds."""
+        return self.budget or min(self.depth * self.width, MAX_NODES - 1)
+
+    @classmethod
+    def parse(cls, text: str) -> Arm:
+        """`off`, `ngram-3`, `eagle-4`, `eagle-3x4` (depth 3, width 4), `eagle-4x3b5` (the best 5
+        nodes of such a tree), `merged-4x2` (a learned tree and a copied chain in one).
+
+        >>> Arm.parse("eagle-4x3b5")
+        Arm(source='eagle', depth=4, width=3, budget=5)
+
+        Raises ValueError with the right form for anything else.
+        """
+        if text == OFF:
+            return cls()
+        found = re.fullmatch(r"(\w+)-(\d+)(?:x(\d+)(?:b(\d+))?)?", text)
+        if not found:
+            raise ValueError(
+                f"arm {text!r}: write off, SOURCE-DEPTH, SOURCE-DEPTHxWIDTH or "
+                "SOURCE-DEPTHxWIDTHbNODES"
+            )
+        source, depth, width, budget = found.groups()
+        arm = cls(source, int(depth), int(width or 1), int(budget or 0))
+        if not 1 <= arm.depth <= 32 or not 1 <= arm.width <= 32:
+            raise ValueError(f"arm {text!r}: depth and width go from 1 to 32")
+        if budget and not arm.depth <= arm.budget < MAX_NODES:
+            raise ValueError(f"arm {text!r}: its nodes go from the depth to {MAX_NODES - 1}")
+        if source == "merged" and arm.width < 2:
+            raise ValueError(f"arm {text!r}: a merged tree needs two branches, e.g. {text}x2")
+        return arm
+
+
+class Bandit:
+    """BEG-MAB (TLT, section on adaptive rollout): buckets by active rows, epsilon-greedy over
+    tokens per second in a sliding window. `off` is an arm like any other.
+
+    TLT takes the median of tokens per second. That is blind where it matters most: alone, a draft
+    that is accepted 45 % of the time has the median of one that never is. Here an arm's value is
+
+        active * accept length / median seconds of a step in this bucket
+
+    Seconds belong to the bucket; acceptance hardly depends on company, so what other buckets saw
+    of it counts as `PRIOR_ROWS` row-steps. An arm is tried for `tries` row-steps in a bucket before
+    it is judged there, unless it cannot win: more rows or more nodes never take less time. That
+    bound is the break-even prior which keeps exploration cheap. When a drafter changes, `renew`
+    makes its arms prove themselves again, so that yesterday's acceptance does not bind.
+    """
+
+    PRIOR_ROWS = 16.0
+    SLACK = 1.1
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        *,
+        epsilon: float = 0.05,
+        window: int = 40,
+        tries: int = 4,
+        seed: int = 0,
+    ) -> None:
+        if not arms:
+            raise ValueError("the bandit needs at least one arm, e.g. off")
+        self.arms = list(dict.fromkeys(arms))
+        self.epsilon, self.window, self.tries = epsilon, window, tries
+        self._random = random.Random(seed)
+        # Per step, in windows: (tokens, rows) and seconds by bucket and arm, (tokens, rows) by arm.
+        self._here: dict[tuple[int, str], deque[tuple[int, int]]] = {}
+        self._seconds: dict[tuple[int, str], deque[float]] = {}
+        self._anywhere: dict[str, deque[tuple[int, int]]] = {}
+
+    @staticmethod
+    def bucket(active: int) -> int:
+        """0 for 1 row, then 2-3, 4-7, 8-15, .. active rows."""
+        return active.bit_length() - 1
+
+    def seen(self, active: int, arm: Arm) -> int:
+        """Row-steps remembered of this arm in this bucket."""
+        return sum(rows for _, rows in self._here.get((self.bucket(active), arm.name), ()))
+
+    def accept_length(self, active: int, arm: Arm) -> float:
+        """Tokens per row-step to expect of this arm; at least the target's own."""
+        anywhere = self._anywhere.get(arm.name)
+        if not anywhere:
+            return 1.0
+        pooled = sum(t for t, _ in anywhere) / sum(r for _, r in anywhere)
+        here = self._here.get((self.bucket(active), arm.name), ())
+        tokens = self.PRIOR_ROWS * pooled + sum(t for t, _ in here)
+        return tokens / (self.PRIOR_ROWS + sum(r for _, r in here))
+
+    def value(self, active: int, arm: Arm) -> float:
+        """Tokens per second to expect; 0 if the arm was never tried in this bucket."""
+        seconds = self._seconds.get((self.bucket(active), arm.name))
+        return active * self.accept_length(active, arm) / median(seconds) if seconds else 0.0
+
+    def choose(self, active: int) -> Arm:
+        hopeful = [a for a in self.arms if not self._cannot_win(active, a)] or self.arms
+        fresh = [arm for arm in hopeful if self.seen(active, arm) < self.tries]
+        if fresh:
+            return min(fresh, key=lambda arm: self.seen(active, arm))
+        if self._random.random() < self.epsilon:
+            return self._random.choice(hopeful)
+        return max(hopeful, key=lambda arm: self.value(active, arm))
+
+    def _cannot_win(self, active: int, arm: Arm) -> bool:
+        """Even its highest possible value, with some slack, is below another arm's seen here."""
+        anywhere = self._anywhere.get(arm.name, ())
+        if sum(rows for _, rows in anywhere) < self.tries or arm.source == OFF:
+            return False
+        best = max((self.value(active, a) for a in self.arms if a != arm), default=0.0)
+        highest = active * self.accept_length(active, arm) * self.SLACK
+        return highest < best * self._least_seconds(self.bucket(active), arm)
+
+    def _least_seconds(self, bucket: int, arm: Arm) -> float:
+        """A step cannot take less than a smaller one took: fewer rows, or a smaller draft."""
+        smaller = [a.name for a in self.arms if a.nodes <= arm.nodes]
+        known = [
+            median(seconds)
+            for (b, name), seconds in self._seconds.items()
+            if b <= bucket and name in smaller and len(seconds) >= self.tries  # not one slow start
+        ]
+        return max(known, default=0.0)
+
+    def record(self, active: int, arm: Arm, tokens: int, seconds: float) -> None:
+        key = (self.bucket(active), arm.name)
+        self._remember(self._here, key, (tokens, active))
+        self._remember(self._seconds, key, max(seconds, 1e-9))
+        self._remember(self._anywhere, arm.name, (tokens, active))
+
+    def _remember(self, table: dict[Any, Any], key: Any, value: Any) -> None:
+        table.setdefault(key, deque(maxlen=self.window)).append(value)
+
+    def renew(self, source: str) -> None:
+        """The drafter behind `source` changed: what its arms achieved is forgotten, what their
+        steps cost is not."""
+        names = {arm.name for arm in self.arms if arm.source in (source, "merged")}
+        self._here = {key: steps for key, steps in self._here.items() if key[1] not in names}
+        self._anywhere = {n: steps for n, steps in self._anywhere.items() if n not in names}
+
+    def state_dict(self) -> dict[str, Any]:
+        version, internal, gauss = self._random.getstate()
+        tables = {
+            "here": [[*key, list(v)] for key, v in self._here.items()],
+            "seconds": [[*key, list(v)] for key, v in self._seconds.items()],
+            "anywhere": [[name, list(v)] for name, v in self._anywhere.items()],
+        }
+        return {"random": [version, list(internal), gauss], **tables}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        version, internal, gauss = state["random"]
+        self._random.setstate((version, tuple(internal), gauss))
+        fresh: Callable[..., Any] = functools.partial(deque, maxlen=self.window)
+        self._here = {(b, name): fresh(map(tuple, v)) for b, name, v in state["here"]}
+        self._seconds = {(b, name): fresh(v) for b, name, v in state["seconds"]}
+        self._anywhere = {name: fresh(map(tuple, v)) for name, v in state["anywhere"]}

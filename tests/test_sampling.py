@@ -1,0 +1,197 @@
+"""Every sampling option: the law of transformers' processors, and the ends of rows by text."""
+
+import functools
+
+import pytest
+import torch
+from laws import assert_follows, joint_law, many_keys
+from models import tiny_model
+from transformers import GenerationConfig
+
+from drafters import SCRIPTS, ScriptedDrafter, oracle
+from minitlt.kernels import row_key
+from minitlt.spec import Arm, Bandit, RolloutEngine, SamplingParams
+from minitlt.target import make_target
+
+V, PROMPT = 7, [3, 5, 3, 1]
+
+
+@functools.cache
+def small():
+    model = tiny_model(vocab_size=V, num_hidden_layers=2, eos_token_id=2)
+    return model, make_target(model)
+
+
+def reference_law(params):
+    """next_law of transformers: its model, its processors, in the order it builds them."""
+    model = small()[0]
+    processors = model._get_logits_processor(
+        GenerationConfig(
+            do_sample=True,
+            temperature=params.temperature,
+            top_k=params.top_k or None,
+            top_p=params.top_p,
+            min_p=params.min_p or None,
+            repetition_penalty=params.repetition_penalty,
+            min_new_tokens=params.min_new_tokens or None,
+            suppress_tokens=list(params.suppress_ids) or None,
+            eos_token_id=list(params.stop_ids) or None,
+            _eos_token_tensor=torch.tensor(params.stop_ids),
+        ),
+        input_ids_seq_length=len(PROMPT),
+        device="cpu",
+    )
+
+    def law(prefix):
+        if set(prefix) & set(params.stop_ids):  # nothing follows: token 0 stands for the pad
+            return torch.eye(V)[0]
+        ids = torch.tensor([PROMPT + prefix])
+        with torch.no_grad():
+            return processors(ids, model(ids).logits[:, -1].float())[0].softmax(-1)
+
+    return law
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.6},
+        {"top_k": 3},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.5},
+        {"min_new_tokens": 2, "stop_ids": (4, 2)},
+        {"suppress_ids": (1, 6)},
+        {
+            "temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2,
+            "min_new_tokens": 2, "stop_ids": (4,), "suppress_ids": (0,),
+        },
+    ],
+    ids=lambda options: "+".join(options) or "nothing",
+)  # fmt: skip
+def test_plain_decoding_follows_the_law_of_transformers_processors(options):
+    """Support exactly, frequencies by chi-square, over all completions of three tokens."""
+    params = SamplingParams(max_new_tokens=3, **options)
+    law = joint_law(reference_law(params), V, 3)
+    engine, num = RolloutEngine(small()[1], max_rows=1000), 4000
+    done = engine.generate([PROMPT] * num, params, many_keys(num)).completion_ids
+    assert_follows([tokens + [0] * (3 - len(tokens)) for tokens in done], law)
+
+
+def test_temperatures_belong_to_rows():
+    _, target = small()
+    params = SamplingParams(max_new_tokens=8)
+    keys, heat = many_keys(3), [0.0, 0.7, 1.4]
+    got = RolloutEngine(target).generate([PROMPT] * 3, params, keys, temperatures=heat)
+    for i, t in enumerate(heat):
+        alone = SamplingParams(max_new_tokens=8, temperature=t)
+        want = RolloutEngine(target).generate([PROMPT], alone, keys[i : i + 1])
+        assert got.completion_ids[i] == want.completion_ids[0]
+
+
+# Stop strings. Token i of the tiny model reads as WORDS[i].
+WORDS = ["a", "b", "ab", "<", "end", ">", "é"]
+
+
+def text(tokens):
+    return "".join(WORDS[t] for t in tokens)
+
+
+@pytest.mark.parametrize("stop", ["ba", "<e", "d>", "bab", "é", "never said"])
+@pytest.mark.parametrize("script", sorted(SCRIPTS))
+def test_stop_strings_end_rows_alike_with_and_without_speculation(stop, script):
+    """The row ends with the token that completes the text, wherever token borders lie."""
+    _, target = small()
+    prompts, keys = [PROMPT] * 6, [row_key(9, 0, i) for i in range(6)]
+    free = RolloutEngine(target).generate(prompts, SamplingParams(max_new_tokens=24), keys)
+    params = SamplingParams(max_new_tokens=24, stop_strings=(stop, "absent"))
+    plain = RolloutEngine(target, decode=text).generate(prompts, params, keys)
+    for whole, tokens, reason in zip(
+        free.completion_ids, plain.completion_ids, plain.finish_reasons, strict=True
+    ):
+        ends = [n for n in range(1, 25) if stop in text(whole[:n])]
+        assert tokens == whole[: ends[0] if ends else 24]
+        assert reason == ("stop" if ends else "length")
+    known = {k: (len(PROMPT), c) for k, c in zip(keys, free.completion_ids, strict=True)}
+    drafter = ScriptedDrafter(known, SCRIPTS[script], vocab=V)
+    bandit = Bandit([Arm.parse("scripted-4")])
+    engine = RolloutEngine(target, [drafter], bandit, decode=text, max_rows=4)
+    got = engine.generate(prompts, params, keys)
+    assert got.completion_ids == plain.completion_ids
+    assert got.finish_reasons == plain.finish_reasons
+    assert [len(x) for x in got.logprobs] == [len(x) for x in got.completion_ids]
+
+
+def test_stop_strings_need_a_decoder_and_texts():
+    with pytest.raises(ValueError, match=r"tokenizer\.decode"):
+        RolloutEngine(small()[1]).generate([PROMPT], SamplingParams(stop_strings=("x",)), [1])
+    for wrong in ("text", ("",)):
+        with pytest.raises(ValueError, match="stop_strings must be"):
+            SamplingParams(stop_strings=wrong)
+
+
+# Replay.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.0}, {"top_k": 2}, {"repetition_penalty": 1.4, "suppress_ids": (3,)}],
+    ids=str,
+)
+@pytest.mark.parametrize("arm", ["off", "scripted-3", "scripted-3x2"])
+def test_replay_emits_the_record_whatever_the_target_would_sample(options, arm, monkeypatch):
+    """Random texts, that no target would have written; logprobs are the target's own, a draft
+    stands iff it is the record, and every step runs the verifier on all of its logits."""
+    model, target = small()
+    random = torch.Generator().manual_seed(4)
+    records = [torch.randint(V, (n,), generator=random).tolist() for n in (1, 9, 24, 17)]
+    prompts, keys = [PROMPT, [1], PROMPT, [2, 2]], many_keys(4)
+    known = {k: (len(p), r) for k, p, r in zip(keys, prompts, records, strict=True)}
+    params = SamplingParams(max_new_tokens=24, **options)
+    drafter = ScriptedDrafter(known, oracle, vocab=V)
+    engine = RolloutEngine(target, [drafter], Bandit([Arm.parse(arm)]), max_rows=3)
+    shapes, real = [], engine._verify.__globals__["coupled_verify"]
+
+    def verify(logits_BTV, *args, **kwargs):
+        shapes.append(logits_BTV.shape)
+        return real(logits_BTV, *args, **kwargs)
+
+    monkeypatch.setattr("minitlt.spec.coupled_verify", verify)
+    got = engine.generate(prompts, params, keys, replay=records)
+    assert got.completion_ids == records and set(got.finish_reasons) == {"length"}
+    assert len(shapes) == got.stats.verify_steps
+    if arm != "off":
+        assert got.stats.accept_length > 2 and max(shape[1] for shape in shapes) > 3
+    heat = params.temperature or 1.0
+    for prompt, tokens, logprobs in zip(prompts, records, got.logprobs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        want = (logits / heat).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), want, atol=1e-4, rtol=0)
+
+
+def test_replay_of_ones_own_rollout_is_that_rollout():
+    _, target = small()
+    params = SamplingParams(max_new_tokens=20, stop_ids=(2,))
+    prompts, keys = [PROMPT] * 5, many_keys(5)
+    want = RolloutEngine(target).generate(prompts, params, keys)
+    wide = make_target(small()[0].double(), dtype=torch.float64)
+    small()[0].float()
+    for which in (target, wide):
+        got = RolloutEngine(which).generate(prompts, params, keys, replay=want.completion_ids)
+        assert got.completion_ids == want.completion_ids
+        assert got.finish_reasons == want.finish_reasons
+        for a, b in zip(got.logprobs, want.logprobs, strict=True):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("replay", "verify", "message"),
+    [([[1]], "coupled", "as many records"), ([[1], []], "coupled", "record 1 is empty"),
+     ([[1], [99]], "coupled", "outside 0..6"), ([[1], [2]], "rejection", "verify='coupled'")],
+)  # fmt: skip
+def test_bad_records_are_named(replay, verify, message):
+    engine = RolloutEngine(small()[1], verify=verify)
+    with pytest.raises(ValueError, match=message):
+        engine.generate([PROMPT] * 2, SamplingParams(), [1, 2], replay=replay)
