@@ -147,52 +147,6 @@ def topk_case(size: Size, device: torch.device, gen: torch.Generator) -> Case:
     )
 
 
-def ratio_case(size: Size, device: torch.device, gen: torch.Generator, block: bool) -> Case:
-    p = torch.randn(size.rows, size.drafts + 1, size.vocab, generator=gen, device=device) * 3
-    q = (p[:, :-1] + torch.randn(p[:, :-1].shape, generator=gen, device=device) / 2).to(size.dtype)
-    p = p.to(size.dtype)
-    keys, positions, temps = row_inputs(size.rows, device)
-    drafts = torch.cat(
-        [
-            K.gumbel_topk(q[:, i], K.stream_keys(keys, "draft"), positions + i, temps, 1).tokens_Nk
-            for i in range(size.drafts)
-        ],
-        dim=1,
-    )
-    args = (p, q, drafts, keys, positions, temps)
-
-    def torch_way() -> Tensor:
-        target, draft = p.float().softmax(-1), q.float().softmax(-1)
-        at = drafts[..., None]
-        ratio = (target[:, :-1].gather(-1, at) / draft.gather(-1, at))[..., 0]
-        coins = torch.rand(ratio.shape, generator=gen, device=device)
-        tau = (coins < ratio).long().cumprod(1).sum(1)
-        rows = torch.arange(len(p), device=device)
-        padded = torch.cat([draft, torch.zeros_like(draft[:, :1])], dim=1)
-        weights = (target[rows, tau] - padded[rows, tau]).clamp(min=0)
-        return weights.multinomial(1, generator=gen)
-
-    rows_read = size.rows * (2 * size.drafts + 2) + block * size.rows * 2 * size.drafts
-    rivals: dict[str, Callable[[], Any]] = {}
-    if device.type == "cuda" and not block and find_spec("flashinfer"):
-        from flashinfer.sampling import chain_speculative_sampling
-
-        rivals["flashinfer"] = lambda: chain_speculative_sampling(
-            q.float().softmax(-1), drafts.int(), p.float().softmax(-1)
-        )
-    return Case(
-        "block_verify" if block else "rejection_verify",
-        f"B={size.rows} K={size.drafts} V={size.vocab}",
-        lambda: K.rejection_verify(*args, block=block),
-        lambda: differences(
-            K.rejection_verify(*args, block=block), K.rejection_verify_ref(*args, block=block)
-        ),
-        torch_way,
-        rows_read * size.vocab * p.element_size(),
-        rivals,
-    )
-
-
 def attention_case(size: Size, device: torch.device, gen: torch.Generator) -> Case:
     heads, kv_heads, width, length = 32, 8, 128, 2048
     nodes = size.drafts + 1
@@ -204,7 +158,7 @@ def attention_case(size: Size, device: torch.device, gen: torch.Generator) -> Ca
     k, v = random(size.rows, kv_heads, length, width), random(size.rows, kv_heads, length, width)
     lengths = torch.randint(length // 2, length - nodes, (size.rows,), generator=gen, device=device)
     bits = ((2 << torch.arange(nodes)) - 1).repeat(size.rows, 1).to(device)
-    args = (q, k, v, None, lengths, bits, width**-0.5)
+    args = (q, k, v, lengths, bits, width**-0.5)
     place = torch.arange(length, device=device) - lengths[:, None, None]
     mask = (place <= torch.arange(nodes, device=device)[:, None])[:, None]
 
@@ -219,34 +173,6 @@ def attention_case(size: Size, device: torch.device, gen: torch.Generator) -> Ca
         lambda: close(K.tree_attention(*args), K.tree_attention_ref(*args), 2e-2),
         torch_way,
         read * k.element_size(),
-    )
-
-
-def append_case(size: Size, device: torch.device, gen: torch.Generator) -> Case:
-    shape, nodes = (size.rows, 8, 2048, 128), size.drafts + 1
-    cache = torch.zeros(2, *shape, dtype=size.dtype, device=device)
-    new = torch.randn(2, size.rows, 8, nodes, 128, generator=gen, device=device).to(size.dtype)
-    lengths = torch.randint(0, 2048 - nodes, (size.rows,), generator=gen, device=device)
-
-    def gate() -> str:
-        got, want = cache.clone(), cache.clone()
-        K.append_kv(*got, *new, None, lengths)
-        K.append_kv_ref(*want, *new, None, lengths)
-        return "" if torch.equal(got, want) else "caches differ"
-
-    def torch_way() -> None:
-        at = lengths[:, None] + torch.arange(nodes, device=device)
-        rows = torch.arange(size.rows, device=device)[:, None]
-        for store, x in zip(cache, new, strict=True):
-            store[rows, :, at] = x.transpose(1, 2)
-
-    return Case(
-        "append_kv",
-        f"B={size.rows} H=8 T={nodes} D=128",
-        lambda: K.append_kv(*cache, *new, None, lengths),
-        gate,
-        torch_way,
-        2 * new.numel() * new.element_size(),
     )
 
 
@@ -277,10 +203,8 @@ def cases(device: torch.device) -> list[Case]:
     gen = torch.Generator(device=device).manual_seed(0)
     if device.type != "cuda":  # what has a CPU implementation of its own
         return [make(CPU, device, gen) for make in (coupled_case, topk_case, loss_case)]
-    makers = [coupled_case, topk_case, attention_case, append_case, loss_case]
-    return [make(GPU, device, gen) for make in makers] + [
-        ratio_case(GPU, device, gen, block) for block in (False, True)
-    ]
+    makers = [coupled_case, topk_case, attention_case, loss_case]
+    return [make(GPU, device, gen) for make in makers]
 
 
 def measure(run: Callable[[], Any], device: torch.device, seconds: float) -> list[float]:

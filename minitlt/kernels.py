@@ -40,7 +40,7 @@ combines the tiles of a node in a fixed order, takes the token, looks for the ch
 it, and walks on until no child does, or a stop id or the row's budget ends the walk. The number of
 tiles depends on V alone, so a row's result does not depend on its batch. Nothing V-sized is ever
 written. Rejection sampling cannot be that cheap: its residual max(p - q, 0) needs both softmax
-normalisers before it can be sampled, so the rejected row is read twice.
+normalisers before it can be sampled, so the rejected row is read twice. It is here in PyTorch only.
 
 On a CPU the same bound turns two logarithms per token into one divide (`kernels_cpu`).
 
@@ -539,7 +539,7 @@ def emit(
     return Verified(tokens_BD, num_B, logprobs_BD, None, nodes_BD, num_nan_B)
 
 
-def rejection_verify_ref(
+def rejection_verify(
     logits_BTV: Tensor,
     draft_logits_BKV: Tensor | None,
     drafts_BK: Tensor,
@@ -548,7 +548,6 @@ def rejection_verify_ref(
     temperatures_B: Tensor,
     *,
     block: bool = False,
-    draft_lse_BK: Tensor | None = None,
     limits_B: Tensor | None = None,
     stop_ids: Sequence[int] | None = None,
 ) -> Verified:
@@ -557,8 +556,7 @@ def rejection_verify_ref(
     logits_BTV holds T = K + 1 rows: row i follows i drafts. q = softmax(draft_logits / T) must be
     the law the drafts were drawn from, with noise of stream_keys(keys, "draft"); None means that
     the drafts were chosen, not drawn (q is one-hot). Rows may hold fewer drafts: pads are -1, at
-    the end. draft_lse_BK (logsumexp of draft_logits / T, if the drafter kept it) saves the Triton
-    path one read of the draft logits.
+    the end.
     """
     (num_rows, num_drafts), device = drafts_BK.shape, logits_BTV.device
     if num_drafts < 1:
@@ -591,14 +589,6 @@ def rejection_verify_ref(
     return emit(tokens_BT, tau_B, logp_N.view_as(tokens_BT), num_nan_BT, limits_B, stop_ids)
 
 
-rejection_verify = _dispatched(rejection_verify_ref)
-
-
-def block_verify_ref(*args: Any, **kwargs: Any) -> Verified:
-    """Block verification: `rejection_verify_ref` with the joint test of accept_chances."""
-    return rejection_verify_ref(*args, block=True, **kwargs)
-
-
 def block_verify(*args: Any, **kwargs: Any) -> Verified:
     """`rejection_verify` with the block rule: accepts at least as many drafts on average."""
     return rejection_verify(*args, block=True, **kwargs)
@@ -607,57 +597,31 @@ def block_verify(*args: Any, **kwargs: Any) -> Verified:
 # Attention of a draft tree over the slots of a ragged cache.
 
 
-def append_kv_ref(
-    k_slots: Tensor,
-    v_slots: Tensor,
-    k_BHTD: Tensor,
-    v_BHTD: Tensor,
-    slots_B: Tensor | None,
-    lengths_B: Tensor,
-) -> None:
-    """Write keys and values of T nodes at positions lengths_B + 0..T-1 of their slots, in place.
-
-    k_slots and v_slots are [S, H, L, D]; slots_B None: row b is slot b. Rows with lengths_B < 0 are
-    inert (a padded row of a captured batch writes nothing); positions >= L are dropped.
-    """
-    num_rows, _, num_nodes, _ = k_BHTD.shape
-    slots = torch.arange(num_rows, device=k_BHTD.device) if slots_B is None else slots_B
-    at_BT = lengths_B[:, None] + torch.arange(num_nodes, device=k_BHTD.device)
-    row, node = ((lengths_B[:, None] >= 0) & (at_BT < k_slots.shape[2])).nonzero(as_tuple=True)
-    for cache, new in ((k_slots, k_BHTD), (v_slots, v_BHTD)):
-        cache[slots[row], :, at_BT[row, node]] = new[row, :, node].to(cache.dtype)
-
-
-append_kv = _dispatched(append_kv_ref, "kernels_triton_model")
-
-
 def tree_attention_ref(
     q_BHTD: Tensor,
     k_slots: Tensor,
     v_slots: Tensor,
-    slots_B: Tensor | None,
     lengths_B: Tensor,
     ancestors_BT: Tensor,
     scale: float,
 ) -> Tensor:
     """Each of T <= 64 nodes attends to its row's context and its ancestors; returns [B, H, T, D].
 
-    Row b owns cache slot slots_B[b] (None: slot b) of k_slots, v_slots [S, Hkv, L, D]: context at
-    positions 0..lengths_B - 1, node j at lengths_B + j (`append_kv`). Bit j of ancestors_BT[b, t]
-    says that node t sees node j (itself included). H / Hkv query heads share a key head. Rows with
-    lengths_B < 0 are inert and return 0. Softmax and sums are fp32.
+    Row b owns slot b of k_slots, v_slots [S, Hkv, L, D], S >= B: context at positions
+    0..lengths_B - 1, node j at lengths_B + j. Bit j of ancestors_BT[b, t] says that node t sees
+    node j (itself included). H / Hkv query heads share a key head. Rows with lengths_B < 0 are
+    inert and return 0. Softmax and sums are fp32.
     """
     num_rows, _, num_nodes, width = q_BHTD.shape
     num_kv, length = k_slots.shape[1:3]
-    slots = torch.arange(num_rows, device=q_BHTD.device) if slots_B is None else slots_B
     place_L = torch.arange(length, device=q_BHTD.device) - lengths_B[:, None, None]
     is_node = (place_L >= 0) & (place_L < num_nodes)
     bits = (ancestors_BT[..., None] >> place_L.clamp(0, 63)) & 1
     seen_BTL = ((place_L < 0) | (is_node & (bits == 1))) & (lengths_B >= 0)[:, None, None]
     q = q_BHTD.float().view(num_rows, num_kv, -1, num_nodes, width)
-    score = torch.einsum("bhgtd,bhld->bhgtl", q, k_slots[slots].float()) * scale
+    score = torch.einsum("bhgtd,bhld->bhgtl", q, k_slots[:num_rows].float()) * scale
     weight = score.masked_fill(~seen_BTL[:, None, None], -INF).softmax(-1).nan_to_num(0.0)
-    out = torch.einsum("bhgtl,bhld->bhgtd", weight, v_slots[slots].float())
+    out = torch.einsum("bhgtl,bhld->bhgtd", weight, v_slots[:num_rows].float())
     return out.reshape(q_BHTD.shape).to(q_BHTD.dtype)
 
 

@@ -32,54 +32,10 @@ _INF, _FLT_MAX = tl.constexpr(defs.INF), tl.constexpr(defs.FLT_MAX)
 
 
 @triton.jit
-def _append_kernel(
-    k_ptr, v_ptr, k_new_ptr, v_new_ptr, slots_ptr, lengths_ptr,
-    sks, skh, skl, svs, svh, svl, snb, snh, snt, smb, smh, smt, T, L, D,
-    D2: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    b, head = tl.program_id(0) // T, tl.program_id(1).to(tl.int64)
-    t = (tl.program_id(0) % T).to(tl.int64)
-    length = tl.load(lengths_ptr + b).to(tl.int64)
-    if (length < 0) | (length + t >= L):
-        return
-    slot = b.to(tl.int64)
-    if SLOTS:
-        slot = tl.load(slots_ptr + b).to(tl.int64)
-    d = tl.arange(0, D2)
-    live = d < D
-    new_k = tl.load(k_new_ptr + b.to(tl.int64) * snb + head * snh + t * snt + d, mask=live)
-    new_v = tl.load(v_new_ptr + b.to(tl.int64) * smb + head * smh + t * smt + d, mask=live)
-    tl.store(k_ptr + slot * sks + head * skh + (length + t) * skl + d, new_k, mask=live)
-    tl.store(v_ptr + slot * svs + head * svh + (length + t) * svl + d, new_v, mask=live)
-
-
-def append_kv_triton(
-    k_slots: Tensor,
-    v_slots: Tensor,
-    k_BHTD: Tensor,
-    v_BHTD: Tensor,
-    slots_B: Tensor | None,
-    lengths_B: Tensor,
-) -> None:
-    """`append_kv` in one launch."""
-    num_rows, num_heads, num_nodes, width = k_BHTD.shape
-    if k_BHTD.numel() == 0:
-        return
-    caches, new = (k_slots, v_slots), (rows_last(k_BHTD), rows_last(v_BHTD))
-    assert all(x.stride(-1) == 1 for x in caches), "a slot's vectors must be contiguous"
-    _append_kernel[(num_rows * num_nodes, num_heads)](
-        *caches, *new, lengths_B if slots_B is None else slots_B, lengths_B,
-        *(s for x in (*caches, *new) for s in x.stride()[:3]), num_nodes, k_slots.shape[2], width,
-        triton.next_power_of_2(width), slots_B is not None, num_warps=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _attend_kernel(
-    q_ptr, k_ptr, v_ptr, slots_ptr, lengths_ptr, ancestors_ptr, acc_ptr, stats_ptr, scale,
+    q_ptr, k_ptr, v_ptr, lengths_ptr, ancestors_ptr, acc_ptr, stats_ptr, scale,
     sqb, sqh, sqt, sks, skh, skl, svs, svh, svl, HKV, G, T, L, D, S,
     M2: tl.constexpr, D2: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """All G x T queries of a key head (M2 at a time) against one chunk of one row's cache."""
     b, head = tl.program_id(0) // HKV, tl.program_id(0) % HKV
@@ -90,8 +46,6 @@ def _attend_kernel(
     if (length < 0) | (start >= end):
         return
     slot = b.to(tl.int64)
-    if SLOTS:
-        slot = tl.load(slots_ptr + b).to(tl.int64)
     m, d = tl.program_id(1) * M2 + tl.arange(0, M2), tl.arange(0, D2)
     g, t, real = m // T, m % T, m < G * T
     q_at = b.to(tl.int64) * sqb + (head * G + g).to(tl.int64) * sqh + t.to(tl.int64) * sqt
@@ -157,7 +111,6 @@ def tree_attention_triton(
     q_BHTD: Tensor,
     k_slots: Tensor,
     v_slots: Tensor,
-    slots_B: Tensor | None,
     lengths_B: Tensor,
     ancestors_BT: Tensor,
     scale: float,
@@ -180,9 +133,9 @@ def tree_attention_triton(
     stats = scratch(*shape, 2, dtype=torch.float32, device=device)
     wide = max(16, triton.next_power_of_2(width))
     _attend_kernel[(num_rows * num_kv, triton.cdiv(group * num_nodes, tile), num_splits)](
-        q, k, v, lengths_B if slots_B is None else slots_B, lengths_B, ancestors_BT.contiguous(),
+        q, k, v, lengths_B, ancestors_BT.contiguous(),
         acc, stats, scale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], num_kv, group,
-        num_nodes, length, width, num_splits, tile, wide, KV_CHUNK, step, slots_B is not None,
+        num_nodes, length, width, num_splits, tile, wide, KV_CHUNK, step,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     _join_kernel[(num_rows * num_heads * num_nodes,)](

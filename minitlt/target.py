@@ -551,7 +551,7 @@ def attend(q_NHD: Tensor, store: Tensor, step: _Step, size: tuple[int, int]) -> 
     if step.grouped_mask is None:
         assert step.bits_BT is not None
         q = q_NHD.view(num_rows, num_nodes, -1, head_dim).transpose(1, 2)
-        out = tree_attention(q, k, v, None, step.lengths_B, step.bits_BT, head_dim**-0.5)
+        out = tree_attention(q, k, v, step.lengths_B, step.bits_BT, head_dim**-0.5)
         return out.transpose(1, 2).reshape(num_rows * num_nodes, -1)
     q = q_NHD.view(num_rows, num_nodes, num_kv, group, head_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(num_rows, num_kv, group * num_nodes, head_dim)

@@ -466,7 +466,7 @@ def test_ratio_test_of_chosen_drafts_draws_the_target_law(block: bool):
 def test_ratio_test_self_draft_short_rows_greedy_and_cuts():
     _, q, drafts, k, positions, temps = ratio_inputs(200, 9, 3)
     same = torch.cat([q, q[:, :1]], dim=1)
-    for verify in (K.rejection_verify, K.block_verify, K.block_verify_ref):
+    for verify in (K.rejection_verify, K.block_verify):
         assert (verify(same, q, drafts, k, positions, temps).num_emit_B == 4).all()
         short = drafts.clone()
         short[:, 1:] = -1
@@ -496,11 +496,11 @@ def test_strict_coins_and_empty_residuals(monkeypatch: pytest.MonkeyPatch):
     p = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]).log()[None]
     args = (torch.tensor([[0]]), keys(1), torch.tensor([0]), torch.ones(1))
     monkeypatch.setattr(K, "coins", lambda keys, positions, num: torch.zeros(1, num))
-    assert K.rejection_verify_ref(p, p[:, :1] * 0, *args).tokens_BD.tolist() == [[1, -1]]
+    assert K.rejection_verify(p, p[:, :1] * 0, *args).tokens_BD.tolist() == [[1, -1]]
     top = 1 - 2.0**-24
     monkeypatch.setattr(K, "coins", lambda keys, positions, num: torch.full((1, num), top))
     same = torch.tensor([[[3.0, 0.0, 0.0], [0.0, 9.0, 0.0]]])
-    assert int(K.rejection_verify_ref(same, same[:, :1], *args).num_emit_B) == 2
+    assert int(K.rejection_verify(same, same[:, :1], *args).num_emit_B) == 2
     law = torch.tensor([[0.7, 0.2, 0.1]])
     assert torch.equal(K.residual(law, law, torch.ones(1)), law)
     monkeypatch.undo()
@@ -556,30 +556,18 @@ def test_tree_attention_is_masked_attention():
     gen = torch.Generator().manual_seed(0)
     q = torch.randn(3, 4, 3, 8, generator=gen)
     k, v = torch.randn(2, 5, 2, 12, 8, generator=gen)
-    slots, lengths = torch.tensor([4, 0, 2]), torch.tensor([6, -1, 0])
+    lengths = torch.tensor([6, -1, 0])
     bits = torch.tensor([[1, 3, 5]] * 3)
-    out = K.tree_attention(q, k, v, slots, lengths, bits, 0.3)
+    out = K.tree_attention(q, k, v, lengths, bits, 0.3)
     seen = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
     for b, length in ((0, 6), (2, 0)):
         mask = torch.cat([torch.ones(3, length).bool(), seen], dim=1)
-        keys_, values = (x[slots[b], :, : length + 3].repeat_interleave(2, 0) for x in (k, v))
+        keys_, values = (x[b, :, : length + 3].repeat_interleave(2, 0) for x in (k, v))
         want = torch.nn.functional.scaled_dot_product_attention(
             q[b], keys_, values, attn_mask=mask, scale=0.3
         )
         torch.testing.assert_close(out[b], want)
     assert out[1].eq(0).all()
-
-
-def test_append_writes_live_rows_only():
-    gen = torch.Generator().manual_seed(0)
-    k, v = torch.randn(2, 4, 2, 9, 3, generator=gen)
-    before, new = k.clone(), torch.randn(2, 3, 2, 2, 3, generator=gen)
-    K.append_kv(k, v, *new, torch.tensor([3, 1, 0]), torch.tensor([5, -1, 8]))
-    assert torch.equal(k[3, :, 5:7], new[0][0])
-    assert torch.equal(v[3, :, 5:7], new[1][0])
-    assert torch.equal(k[0, :, 8], new[0][2, :, 0])  # what does not fit is dropped
-    before[3, :, 5:7], before[0, :, 8] = k[3, :, 5:7], k[0, :, 8]
-    assert torch.equal(k, before)
 
 
 def test_draft_loss_by_hand():

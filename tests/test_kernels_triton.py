@@ -135,63 +135,24 @@ def test_topk_equals_the_definition(vocab: int):
         torch.testing.assert_close(got[3].cpu(), want[3], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["q", "one-hot", "lse"])
-@pytest.mark.parametrize("block", [False, True], ids=["token", "block"])
-def test_ratio_test_equals_the_definition(block: bool, kind: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(KT, "BLOCK", 64)
-    gen = torch.Generator().manual_seed(0)
-    p = torch.randn(6, 4, 100, generator=gen) * 2
-    q = p[:, :3] + torch.randn(6, 3, 100, generator=gen) / 2
-    p[0, 1, :50], p[4, 0, 3] = -torch.inf, torch.nan
-    k, positions = keys(6), torch.arange(6) + 7
-    temps = torch.tensor([1.0, 0.5, 0.0, 1.0, 2.0, 1.0])
-    drafts = torch.cat([
-        K.gumbel_topk(q[:, i], K.stream_keys(k, "draft"), positions + i, temps, 1).tokens_Nk
-        for i in range(3)
-    ], dim=1)  # fmt: skip
-    drafts[3, 1:], drafts[5] = -1, -1
-    lse = (q / torch.where(temps > 0, temps, 1.0)[:, None, None]).logsumexp(-1)
-    args = (p, None if kind == "one-hot" else q, drafts, k, positions, temps)
-    option = {"block": block, "draft_lse_BK": lse if kind == "lse" else None}
-    option["limits_B"] = torch.tensor([4, 4, 4, 4, 2, 4])
-    want = K.rejection_verify_ref(*args, **option)
-    moved = (None if x is None else x.to(DEVICE) for x in args)
-    assert_same(KT.rejection_verify_triton(*moved, **to_device(option)), want)
-
-
 @pytest.mark.parametrize(("num_nodes", "heads", "kv_heads"), [(1, 2, 2), (5, 6, 2), (64, 1, 1)])
 def test_tree_attention_equals_the_definition(num_nodes: int, heads: int, kv_heads: int):
     gen = torch.Generator().manual_seed(0)
     width, length = 12, 150
     q = torch.randn(3, heads, num_nodes, width, generator=gen)
     k, v = torch.randn(2, 5, kv_heads, length, width, generator=gen)
-    lengths, slots = torch.tensor([40, -1, 0]), torch.tensor([4, 0, 2])
+    lengths = torch.tensor([40, -1, 0])
     bits = [1]
     for n in range(1, num_nodes):
         bits.append(bits[max(0, n - 1 - n % 3)] | (1 << n if n < 63 else -(2**63)))
     ancestors = torch.tensor([bits] * 3)
-    for where in (slots, None)[: 1 if num_nodes == 64 else 2]:
-        args = (q, k, v, where, lengths, ancestors)
-        want = K.tree_attention_ref(*args, 0.3)
-        moved = (None if x is None else x.to(DEVICE) for x in args)
-        got = KM.tree_attention_triton(*moved, 0.3).cpu()
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-        assert got[1].eq(0).all()
+    args = (q, k, v, lengths, ancestors)
+    want = K.tree_attention_ref(*args, 0.3)
+    got = KM.tree_attention_triton(*(x.to(DEVICE) for x in args), 0.3).cpu()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert got[1].eq(0).all()
     with pytest.raises(ValueError, match="64 nodes"):
-        KM.tree_attention_triton(torch.zeros(1, 1, 65, 4), k, v, None, lengths, ancestors, 1.0)
-
-
-def test_append_kv_equals_the_definition_and_leaves_padded_rows_alone():
-    gen = torch.Generator().manual_seed(0)
-    caches = torch.randn(2, 5, 70, 2, 6, generator=gen).transpose(2, 3).to(DEVICE)  # strided slots
-    new = torch.randn(2, 4, 2, 3, 6, generator=gen).to(DEVICE)
-    slots, lengths = torch.tensor([4, 0, 2, 1]), torch.tensor([40, -1, 68, 0])
-    want, got = (caches.clone() for _ in range(2))
-    at = slots.to(DEVICE), lengths.to(DEVICE)
-    K.append_kv_ref(*want, *new, *at)
-    KM.append_kv_triton(*got, *new, *at)
-    assert torch.equal(got, want)
-    assert torch.equal(got[:, 0], caches[:, 0])  # the inert row's slot
+        KM.tree_attention_triton(torch.zeros(1, 1, 65, 4), k, v, lengths, ancestors, 1.0)
 
 
 @pytest.mark.parametrize("kind", ["kl", "tv", "lk"])
@@ -214,12 +175,12 @@ def test_dispatch_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MINITLT_KERNELS", "triton")
     seen = []
     for module, name in itertools.chain(
-        ((KT, n) for n in ("coupled_verify", "gumbel_topk", "rejection_verify")),
-        ((KM, n) for n in ("tree_attention", "append_kv", "draft_loss")),
+        ((KT, n) for n in ("coupled_verify", "gumbel_topk")),
+        ((KM, n) for n in ("tree_attention", "draft_loss")),
     ):
         monkeypatch.setattr(module, f"{name}_triton", lambda *a, n=name, **k: seen.append(n))
         getattr(K, name)(torch.zeros(1, device=DEVICE))
-    assert len(seen) == 6
+    assert len(seen) == 4
 
 
 @pytest.mark.slow
@@ -285,7 +246,7 @@ def test_gpu_attention_and_loss_in_bf16():
     k, v = torch.randn(2, 4, 8, 2000, 128, generator=gen).bfloat16().to(DEVICE)
     lengths = torch.tensor([1500, 3, -1, 700], device=DEVICE)
     ancestors = torch.tensor([[(2 << n) - 1 for n in range(9)]] * 4, device=DEVICE)
-    args = (q, k, v, None, lengths, ancestors, 128**-0.5)
+    args = (q, k, v, lengths, ancestors, 128**-0.5)
     torch.testing.assert_close(
         K.tree_attention(*args), K.tree_attention_ref(*args), rtol=2e-2, atol=2e-2
     )
