@@ -304,7 +304,7 @@ def test_caches_equal_a_fresh_prefill_after_random_rounds():
             fresh.forward(torch.tensor([tokens[:-1]]), torch.tensor([0]))
             for got, want in zip(which.cache.layers, fresh.cache.layers, strict=True):
                 end = len(tokens) - 1
-                torch.testing.assert_close(got[slot, :end], want[0, :end], atol=1e-5, rtol=0)
+                torch.testing.assert_close(got[slot, :, :end], want[0, :, :end], atol=1e-5, rtol=0)
             checked += 1
 
     engine.on_step = check

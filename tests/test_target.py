@@ -5,11 +5,10 @@ import torch
 from models import KINDS, random_prompts, tiny_model
 
 from minitlt.draft import default_taps
+from minitlt.slots import SlotCache, TargetShape
 from minitlt.target import (
     LlamaTarget,
     ModuleTarget,
-    SlotCache,
-    TargetShape,
     full_state,
     make_target,
     refuse_unsupported,
@@ -174,7 +173,7 @@ def test_slot_cache_states_its_size():
     cache = SlotCache(shape, torch.float32, torch.device("cpu"))
     cache.reserve(2, 100)
     assert cache.bytes_per_token == 2 * 8 * 2 * 12 * 4
-    assert cache.length == 128 and cache.layers[0].shape == (2, 128, 2, 2, 12)
+    assert cache.length == 128 and cache.layers[0].shape == (2, 4, 128, 12)
 
 
 def test_backends_are_chosen_by_what_is_exact():

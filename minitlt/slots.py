@@ -1,0 +1,229 @@
+"""Slots: the key/value cache with one cursor per row, and one forward's place in it.
+
+What it is. A row of the batch owns a *slot*. A forward writes the keys and values of a small tree
+of tokens (a chain is the plainest tree, one token the plainest chain) behind the row's cursor, and
+every node attends to the committed context and to its own ancestors. Nothing is committed by that:
+`lengths` belong to the caller, so rolling back a rejected draft is not moving the cursor, and stale
+entries behind it are masked now and overwritten later. There is no left padding.
+
+Left out: paged memory (slots are plain, lazily touched tensors), sliding windows, prefix sharing
+beyond a group (`copy_slot` shares a prompt among siblings).
+
+How to try it: `pytest tests/test_target.py`.
+
+Shape suffixes: B rows, T query tokens, N = B*T, S cached positions read, K key/value heads, G query
+heads per key/value head, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitlt.draft import ancestor_bits, default_taps, depths
+from minitlt.kernels import tree_attention
+
+_MIN_QUERIES = 4  # the CPU attention takes another path for fewer query rows
+_READ_STEP = 128  # the cache is read in multiples of this many positions
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """Size facts of the target, read from its config. `context` is the largest total length."""
+
+    num_layers: int
+    hidden: int
+    vocab: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context: int
+    tap_layers: tuple[int, int, int]  # HF hidden_states indices: the input of layer i
+
+    @classmethod
+    def from_config(cls, config: Any) -> TargetShape:
+        heads = config.num_attention_heads
+        return cls(
+            num_layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            vocab=config.vocab_size,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            context=config.max_position_embeddings,
+            tap_layers=default_taps(config.num_hidden_layers),
+        )
+
+
+class SlotCache:
+    """Keys and values, [layers][slots, 2K, length, D]: K key heads, then K value heads.
+
+    Pages are touched only when written. One indexed copy per layer writes keys and values.
+    """
+
+    def __init__(self, shape: TargetShape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.layers: list[Tensor] = []
+        self.num_slots = self.length = 0
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Room for this many rows of this many tokens; what was stored may be dropped."""
+        if num_slots <= self.num_slots and length <= self.length:
+            return
+        self.num_slots = num_slots
+        self.length = -(-length // _READ_STEP) * _READ_STEP
+        s = self.shape
+        self.layers = []  # free the old block before the new one is asked for
+        size = (self.num_slots, 2 * s.num_kv_heads, self.length, s.head_dim)
+        self.layers = [
+            torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(s.num_layers)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """What is reserved now."""
+        return self.num_slots * self.length * self.bytes_per_token
+
+    @property
+    def bytes_per_token(self) -> int:
+        """All layers, key and value."""
+        s = self.shape
+        return 2 * s.num_layers * s.num_kv_heads * s.head_dim * self.dtype.itemsize
+
+    def write(self, index: int, step: Step, kv_MD: Tensor) -> None:
+        """New keys and values of layer `index`, [tokens * 2K, D], to the step's places."""
+        store = self.layers[index]
+        store.view(-1, store.shape[-1]).index_copy_(0, step.write_M, kv_MD)
+
+    def read(self, index: int, step: Step, num_rows: int) -> tuple[Tensor, Tensor]:
+        """(keys, values) of layer `index` as views [B, K, S, D]."""
+        rows = slice(step.first_slot, step.first_slot + num_rows)
+        return self.layers[index][rows, :, : step.read].chunk(2, dim=1)  # type: ignore[return-value]
+
+    def copy_slot(self, src: int, dst: int, length: int) -> None:
+        for layer in self.layers:
+            layer[dst, :, :length] = layer[src, :, :length]
+
+    def compact(self, lengths_B: Tensor, nodes_BD: Tensor) -> None:
+        """Moves the accepted path behind the cursor: entry length + nodes[b, i] to length + i.
+
+        nodes_BD is `Verified.nodes_BD` (-1 pads). A chain's path is already in place.
+        """
+        depth = torch.arange(nodes_BD.shape[1], device=nodes_BD.device)
+        row, at = torch.nonzero((nodes_BD >= 0) & (nodes_BD != depth), as_tuple=True)
+        if not row.numel():
+            return
+        base = lengths_B.to(nodes_BD.device)[row]
+        src, dst = base + nodes_BD[row, at], base + at
+        for layer in self.layers:
+            layer[row, :, dst] = layer[row, :, src]  # the right side is a copy: overlaps are safe
+
+
+@dataclass
+class Step:
+    """One forward's geometry, computed once and used by every layer."""
+
+    first_slot: int
+    write_M: Tensor  # where keys and values of the new tokens go: rows of a layer as [.., D]
+    position_BT: Tensor
+    mask_BTS: Tensor | None  # True = may attend; None when the kernel reads ancestor bits
+    bits_BT: Tensor | None
+    lengths_B: Tensor
+    read: int  # S
+    grouped_mask: Tensor | None = None  # mask_BTS for the stacked query heads, [B, 1, G*T.., S]
+
+    def stack_queries(self, group: int, dtype: torch.dtype) -> None:
+        """The mask of `attend`, to be added: once per group head, and again up to _MIN_QUERIES."""
+        if self.mask_BTS is None:
+            return
+        num_rows, num_nodes, read = self.mask_BTS.shape
+        group *= -(-_MIN_QUERIES // (group * num_nodes))
+        mask = self.mask_BTS.new_zeros(self.mask_BTS.shape, dtype=dtype)
+        mask = mask.masked_fill_(~self.mask_BTS, -torch.inf)[:, None, None]
+        mask = mask.expand(-1, 1, group, -1, -1)
+        self.grouped_mask = mask.reshape(num_rows, 1, group * num_nodes, read)
+
+
+def plan_step(
+    tokens_BT: Tensor,
+    lengths_B: Tensor,
+    parents_BT: Tensor | None,
+    first_slot: int,
+    cache: SlotCache,
+    *,
+    masked: bool,
+    whole: bool = False,
+) -> Step:
+    """Positions, write places and who sees whom. `parents_BT` None means a chain.
+
+    whole: read all of the cache and do not look at `lengths_B` on the host, as a captured graph
+    must; the caller vouches for the room. Raises ValueError when a row would leave the cache.
+    """
+    num_rows, num_nodes = tokens_BT.shape
+    device = tokens_BT.device
+    node_T = torch.arange(num_nodes, device=device)
+    if parents_BT is None:
+        depth_BT, bits_BT = node_T.expand(num_rows, -1), None
+    else:
+        depth_BT, bits_BT = depths(parents_BT), ancestor_bits(parents_BT)
+    read = cache.length
+    if not whole:
+        longest = int(lengths_B.max()) + num_nodes
+        if longest > cache.length:
+            raise ValueError(
+                f"a row needs {longest} cache positions, only {cache.length} are reserved"
+            )
+        read = min(-(-longest // _READ_STEP) * _READ_STEP, cache.length)
+    head_J = torch.arange(2 * cache.shape.num_kv_heads, device=device)
+    slot_B = torch.arange(first_slot, first_slot + num_rows, device=device)
+    lane_BJ = (slot_B[:, None] * len(head_J) + head_J) * cache.length
+    write_BTJ = lane_BJ[:, None] + (lengths_B[:, None] + node_T)[:, :, None]
+    mask_BTS = None
+    if masked:
+        mask_BTS = _attention_mask(lengths_B, bits_BT, num_nodes, read)
+    elif bits_BT is None:
+        bits_BT = ((2 << node_T) - 1).expand(num_rows, -1)
+    position_BT = lengths_B[:, None] + depth_BT
+    return Step(first_slot, write_BTJ.reshape(-1), position_BT, mask_BTS, bits_BT, lengths_B, read)
+
+
+def _attention_mask(lengths_B: Tensor, bits_BT: Tensor | None, num_nodes: int, read: int) -> Tensor:
+    """[B, T, S] bool: the committed context, and of the new nodes only the own ancestors."""
+    at_S = torch.arange(read, device=lengths_B.device)
+    node_T = torch.arange(num_nodes, device=lengths_B.device)
+    if bits_BT is None:
+        return at_S <= lengths_B[:, None, None] + node_T[:, None]
+    mask_BTS = (at_S < lengths_B[:, None, None]).expand(-1, num_nodes, -1).clone()
+    ancestor_BTT = ((bits_BT[:, :, None] >> node_T) & 1).bool()
+    where_BTT = (lengths_B[:, None, None] + node_T).expand(-1, num_nodes, -1)
+    return mask_BTS.scatter_(2, where_BTT, ancestor_BTT)
+
+
+def attend(
+    q_NHD: Tensor, keys: Tensor, values: Tensor, step: Step, size: tuple[int, int]
+) -> Tensor:
+    """Grouped-query attention of T nodes per row over its slot, [N, heads * D].
+
+    The G query heads of a key/value head are stacked as extra query rows, so keys and values are
+    read in place and never repeated.
+    """
+    (num_rows, num_nodes), (num_kv, head_dim) = size, (keys.shape[1], keys.shape[3])
+    if step.grouped_mask is None:
+        assert step.bits_BT is not None
+        q = q_NHD.view(num_rows, num_nodes, -1, head_dim).transpose(1, 2)
+        bits, scale = step.bits_BT, head_dim**-0.5
+        out = tree_attention(q, keys, values, step.lengths_B, bits, scale)
+        return out.transpose(1, 2).reshape(num_rows * num_nodes, -1)
+    q = q_NHD.view(num_rows, num_nodes, num_kv, -1, head_dim).permute(0, 2, 3, 1, 4)
+    group = q.shape[2]
+    q = q.reshape(num_rows, num_kv, group * num_nodes, head_dim)
+    num_queries, padded = q.shape[2], step.grouped_mask.shape[2]
+    if num_queries < padded:
+        q = torch.cat([q] * (padded // num_queries), dim=2)
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=step.grouped_mask)
+    out = out[:, :, :num_queries].view(num_rows, num_kv, group, num_nodes, head_dim)
+    return out.permute(0, 3, 1, 2, 4).reshape(num_rows * num_nodes, -1)

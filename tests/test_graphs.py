@@ -1,0 +1,95 @@
+"""Captured forwards: buckets, padding and what stays valid, with a capture that any machine has."""
+
+import pytest
+import torch
+from models import random_prompts, tiny_model
+
+from minitlt.graphs import MAX_ROWS, CudaCapture, StepGraphs, row_bucket
+from minitlt.target import full_state, make_target
+
+
+def replayed(run):
+    """A capture that runs again where a GPU would replay: fixed inputs and outputs, as there."""
+    outputs = run()
+
+    def replay():
+        for buffer, value in zip(outputs, run(), strict=True):
+            buffer.copy_(value)
+
+    return replay, outputs
+
+
+def graphed(model, capture=replayed):
+    target = make_target(model)
+    target.masks_short = False  # the kernel's path, as on a GPU
+    target._graphs = StepGraphs(target._captured, capture)
+    return target
+
+
+def test_row_buckets():
+    sizes = [1, 2, 3, 5, 9, 16, 17, 33, MAX_ROWS, MAX_ROWS + 1]
+    assert [row_bucket(n) for n in sizes] == [1, 2, 4, 8, 16, 16, 32, 48, MAX_ROWS, MAX_ROWS + 1]
+    assert all(row_bucket(n) >= n for n in range(1, 300))
+
+
+def test_padding_changes_nothing_and_one_graph_serves_a_bucket():
+    model, prompts = tiny_model(), random_prompts([9, 14, 6, 11, 8])
+    want, target = make_target(model), graphed(model)
+    want.reserve(5, 128)
+    target.reserve(5, 128)
+    assert target.cache.num_slots == 8
+    for slot, prompt in enumerate(prompts):
+        for t in (want, target):
+            t.forward(torch.tensor([prompt]), torch.tensor([0]), first_slot=slot, logits=False)
+    lengths = torch.tensor([len(p) for p in prompts])
+    chain = torch.randint(3, 30, (5, 4), generator=torch.Generator().manual_seed(0))
+    tree = torch.tensor([[-1, 0, 0, 1]] * 5)
+    for num_rows, parents in [(5, None), (3, tree), (4, None), (5, tree), (1, None)]:
+        args = chain[:num_rows], lengths[:num_rows], None if parents is None else parents[:num_rows]
+        for got, right in zip(flat(target.forward(*args)), flat(want.forward(*args)), strict=True):
+            torch.testing.assert_close(got, right, atol=1e-4, rtol=1e-4)
+    assert sorted(target._graphs._graphs) == [(1, 4), (4, 4), (8, 4)]
+
+
+def test_refresh_keeps_graphs_and_a_moved_cache_drops_them():
+    old, new = tiny_model(seed=0), tiny_model(seed=1)
+    target, fresh = graphed(old), make_target(new)
+    for t in (target, fresh):
+        t.reserve(2, 128)
+    step = torch.tensor([[4, 5], [6, 7]]), torch.zeros(2, dtype=torch.int64)
+    target.forward(*step)
+    places = [x.data_ptr() for norms in target.norms for x in norms.values()]
+    target.refresh(full_state(new))
+    assert places == [x.data_ptr() for norms in target.norms for x in norms.values()]
+    got, want = target.forward(*step)[0], fresh.forward(*step)[0]
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    target.reserve(2, 128)
+    assert target._graphs._graphs
+    target.reserve(2, 256)
+    assert not target._graphs._graphs
+
+
+def flat(result):
+    logits, taps = result
+    return logits, taps.features_BNF, taps.hidden_BNH
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_graphs_equal_launches():
+    model = tiny_model(hidden_size=128, num_attention_heads=4, head_dim=32).cuda()
+    graphs, eager = (make_target(model, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    assert isinstance(graphs._graphs._capture, CudaCapture)
+    eager._graphs = None
+    prompts = random_prompts([9, 14, 6])
+    for t in (graphs, eager):
+        t.reserve(3, 128)
+        for slot, prompt in enumerate(prompts):
+            t.forward(torch.tensor([prompt]).cuda(), torch.tensor([0]).cuda(), first_slot=slot)
+    lengths = torch.tensor([len(p) for p in prompts]).cuda()
+    for num_nodes in (1, 4, 1):
+        block = torch.randint(3, 30, (3, num_nodes)).cuda()
+        for got, want in zip(
+            flat(graphs.forward(block, lengths)), flat(eager.forward(block, lengths)), strict=True
+        ):
+            torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
