@@ -1,21 +1,31 @@
-"""Rollout speed: ours plain, ours speculative, and transformers' generate, on the same prompts.
+"""Rollout speed: ours plain and speculative, transformers' generate, vLLM, on the same prompts.
 
-    python benchmarks/rollout.py [--quick] [--drafter DIR] [--threads 2] [--out FILE]
+    python benchmarks/rollout.py [--quick] [--drafter DIR] [--threads 2] [--new 512]
+                                 [--peer vllm --peer-python VENV/bin/python] [--out FILE]
 
-What is compared, for the default model on the default recipe's task, T = 1, real stop lengths:
-- `transformers.generate` as TRL's GRPOTrainer calls it on a CPU: fp32, left padding, sampled;
-- our engine without drafts (fp32 and, where the processor has it, bf16 weights);
-- our engine with drafts, the bandit choosing, against plain *on identical rollouts*: in fp32 the
-  tokens are equal, which is checked (`token_mismatches`), so the ratio has no length noise.
+The default model on prompts of the default recipe's task, T = 1, real stop lengths. For every batch
+size the systems take turns within each repeat, so that a machine that drifts hits all alike:
+- `hf`: transformers' generate as TRL's GRPOTrainer calls it on a CPU: fp32, left padding, sampled;
+- `plain`: our engine without drafts;
+- `spec`: our engine with drafts, a bandit choosing among chains and small trees, on the rollouts of
+  `plain`. In fp32 they are the same because the keys are: every token is compared, and
+  `token_mismatches` counts the differences. In bf16 the recorded completions are replayed.
+- `--peer vllm` (an interpreter of its own, `benchmarks/vllm_peer.py`): no stops, so that both emit
+  the same number of tokens.
 
-The drafter is the one in --drafter (for instance RUN/drafter), or one trained here for a minute.
+The drafter is the one in --drafter (for instance RUN/drafter), or one distilled here on rollouts of
+other prompts. Before a size is timed the bandit sees one rollout of that size.
 
-`exactness` is the mean over emitted tokens of (-log p - entropy) under the fp32 model, with its
-standard error: exact sampling gives 0. `step_ms` is the time of one forward for B rows of T tokens;
-`floor_ms` the time to read the weights once at the machine's measured copy bandwidth.
+`exactness`, for every configuration that is timed, is the mean over emitted tokens of (-log p -
+entropy) under the fp32 transformers module, with its standard error: exact sampling gives 0.
+`step_ms` is the time of one forward for B rows of T tokens beside `floor_ms`, the time to read the
+weights once at the machine's measured bandwidth, and says where the rest goes.
 
-The last line is one JSON object. Timings mean nothing while other work runs on the machine.
+The last line is one JSON object with the figures that are quoted; --out has all of them.
+Timings mean nothing while other work runs on the machine. Left out: prefill (short prompts here).
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -25,12 +35,21 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).parent
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TREES = ["eagle-2x2b3", "eagle-3x2b7", "eagle-4x3b7"]  # 3 or 7 drafts: a verify step of 4 or 8
+QUOTED = ("plain_over_hf_b32", "plain_over_hf_b1", "spec_over_plain", "spec_over_hf_b16", "tok_s",
+          "token_mismatches", "roofline_fraction_b1", "spec_over_vllm_b1", "spec_over_vllm_b16",
+          "exactness", "commit", "versions", "machine", "seeds")  # fmt: skip
+
+Rows = list[tuple[list[int], list[int]]]  # (prompt, completion)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,274 +57,403 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(options.threads)
     bench = Bench(options)
-    result: dict[str, Any] = {"benchmark": "rollout", **machine(options)}
-    result |= bench.against_transformers()
-    result |= bench.speculation()
+    result = about(options)
     result |= bench.step_times()
-    text = json.dumps(result)
-    out = options.out or RESULTS / f"rollout_cpu{options.threads}.json"
+    result |= bench.rollouts()
+    if options.peer == "vllm":
+        result |= bench.against_vllm()
+    result["exactness"] = bench.exactness()
+    out = options.out or HERE / "results" / f"rollout_cpu{options.threads}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text + "\n")
-    print(text)
+    out.write_text(json.dumps(result) + "\n")
+    print(json.dumps({name: result[name] for name in QUOTED if name in result}))
     return 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true", help="one repeat, short, under 5 minutes")
-    parser.add_argument("--drafter", type=Path, help="a saved drafter, e.g. RUN/drafter")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--new", type=int, default=0, help="tokens per row; 0: 128, quick: 64")
-    parser.add_argument("--out", type=Path)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="fewer sizes, short rows, under 5 minutes")
+    add("--drafter", type=Path, help="a saved drafter, e.g. RUN/drafter; else one is trained here")
+    add("--train-seconds", type=float, default=0, help="for that; 0: 90, quick: 30")
+    add("--dtype", choices=DTYPES, default="fp32", help="of the engine's weights")
+    add("--threads", type=int, default=2)
+    add("--new", type=int, default=0, help="tokens per row at most; 0: 512, quick: 64")
+    add("--repeats", type=int, default=3)
+    add("--sizes", type=int, nargs="+", help="default: 1 2 4 8 16 32, quick: 1 8 32")
+    add("--arms", nargs="+", help="default: the recipe's and " + " ".join(TREES))
+    add("--peer", choices=["vllm"])
+    add("--peer-python", type=Path, help="the interpreter that has the peer; or $MINITLT_PEER")
+    add("--out", type=Path)
     options = parser.parse_args(argv)
-    options.new = options.new or (64 if options.quick else 128)
-    options.repeats = 1 if options.quick else 3
-    options.sizes = [1, 8] if options.quick else [1, 2, 4, 8, 16, 32]
+    options.new = options.new or (64 if options.quick else 512)
+    options.sizes = options.sizes or ([1, 8, 32] if options.quick else [1, 2, 4, 8, 16, 32])
+    options.train_seconds = options.train_seconds or (30 if options.quick else 90)
+    if options.peer and not options.peer_python:
+        options.peer_python = Path(os.environ.get("MINITLT_PEER", ""))
+        if not options.peer_python.is_file():
+            parser.error("--peer vllm needs --peer-python VENV/bin/python (or $MINITLT_PEER)")
     return options
 
 
-def machine(options: argparse.Namespace) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    import transformers
-
-    return {
-        "commit": commit.stdout.strip(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "processor": platform.processor() or platform.machine(),
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    packages = ("torch", "transformers", "trl")
+    versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
+    machine = {
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
         "threads": options.threads,
         "load_average": os.getloadavg()[0],
+    }
+    return {
+        "benchmark": "rollout",
+        "commit": commit,
+        "versions": versions,
+        "machine": machine,
+        "seeds": {"task": 1, "keys": 0, "torch": list(range(options.repeats))},
+        "dtype": options.dtype,
         "new_tokens": options.new,
         "repeats": options.repeats,
-        "seed": 0,
     }
 
 
+def processor_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    known = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags]
+    return " ".join([names[0] if names else platform.machine(), *known])
+
+
 class Bench:
-    """The model, its prompts and engines of every kind."""
+    """The model, its prompts and systems of every kind."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from minitlt.config import DEFAULT_RECIPE, find_recipe, load_config
         from minitlt.models import resolve_model
-        from minitlt.spec import SamplingParams
         from minitlt.tasks import encode_prompt, load_task
 
         self.options = options
-        recipe = load_config(find_recipe(DEFAULT_RECIPE))
-        folder = resolve_model(recipe.trl["model_name_or_path"])
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        task = load_task(recipe.task["name"], **{**recipe.task["options"], "seed": 1})
-        self.prompts = [encode_prompt(self.tokenizer, row["prompt"]) for row in task.rows[:64]]
-        self.params = SamplingParams(
-            max_new_tokens=options.new, stop_ids=(self.tokenizer.eos_token_id,)
-        )
-        self.recipe = recipe
-        self.dtypes = ["fp32"] + (["bf16"] if can_bf16() else [])
+        self.recipe = load_config(find_recipe(DEFAULT_RECIPE))
+        self.folder = resolve_model(self.recipe.trl["model_name_or_path"])
+        load: Any = AutoModelForCausalLM.from_pretrained
+        self.model = load(self.folder, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        task = load_task(self.recipe.task["name"], **{**self.recipe.task["options"], "seed": 1})
+        self.prompts = [encode_prompt(self.tokenizer, row["prompt"]) for row in task.rows[:96]]
+        self.emitted: dict[str, Rows] = {}
 
-    def speculation_parts(self, dtype: str) -> Any:
+    # The systems.
+
+    def transformers(self, prompts: list[list[int]], seed: int) -> tuple[list[list[int]], float]:
+        """(completions, seconds) of a batch as GRPOTrainer generates it."""
+        from transformers import GenerationConfig
+
+        longest, pad = max(map(len, prompts)), self.tokenizer.pad_token_id
+        stop = self.tokenizer.eos_token_id
+        ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        config = GenerationConfig(
+            max_new_tokens=self.options.new,
+            do_sample=True,
+            pad_token_id=pad,
+            bos_token_id=self.tokenizer.bos_token_id,
+            eos_token_id=[stop],
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            repetition_penalty=1.0,
+            disable_compile=True,
+        )
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(seed)
+            start = time.perf_counter()
+            out = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+            seconds = time.perf_counter() - start
+        rows = out[:, longest:].tolist()
+        return [r[: r.index(stop) + 1] if stop in r else r for r in rows], seconds
+
+    def engines(self) -> tuple[Any, Any]:
+        """(plain, speculative) engines over one target; the second has a trained drafter."""
         from minitlt.config import RolloutConfig, build
         from minitlt.eagle3 import DrafterConfig
         from minitlt.rl import build_speculation
+        from minitlt.spec import RolloutEngine
         from minitlt.spot import SpotConfig
 
-        rollout = build(RolloutConfig, {**self.recipe.rollout, "dtype": dtype}, "rollout")
-        start = str(self.options.drafter) if self.options.drafter else "target"
+        options = self.options
+        arms = options.arms or [*self.recipe.rollout["arms"], *TREES]
+        settings = {**self.recipe.rollout, "dtype": options.dtype, "arms": arms}
         parts = build_speculation(
             self.model,
-            rollout,
-            DrafterConfig(start=start),
+            build(RolloutConfig, settings, "rollout"),
+            DrafterConfig(start=str(options.drafter or "target")),
             SpotConfig(mode="off"),
             device=torch.device("cpu"),
         )
-        if not self.options.drafter:
-            self.train_drafter(parts)
-        return parts
+        if not options.drafter:
+            prompts = self.prompts[64:96]
+            parts.engine.generate(prompts, self.sampling(128), keys(len(prompts), 9))
+            parts.trainer.refresh_vocab()
+            end = time.perf_counter() + options.train_seconds
+            while time.perf_counter() < end:
+                parts.trainer.train_step()
+            parts.proposer.reload()
+        return RolloutEngine(parts.engine.target), parts.engine
 
-    def train_drafter(self, parts: Any) -> None:
-        """A minute of distillation on fresh rollouts of this very model."""
-        seconds = 30.0 if self.options.quick else 60.0
-        parts.engine.generate(self.prompts[32:48], self.params, self.keys(16, 9))
-        parts.trainer.refresh_vocab()
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            parts.trainer.train_step()
-        parts.proposer.reload()
+    def sampling(self, new: int, stops: bool = True) -> Any:
+        from minitlt.spec import SamplingParams
 
-    def keys(self, num: int, generation: int) -> list[int]:
-        from minitlt.kernels import row_key
+        stop_ids = (self.tokenizer.eos_token_id,) if stops else ()
+        return SamplingParams(max_new_tokens=new, stop_ids=stop_ids)
 
-        return [row_key(0, generation, i) for i in range(num)]
+    # What is measured.
 
-    def hugging_face(self, num: int, repeat: int) -> tuple[int, float]:
-        """(tokens, seconds) of a batch as GRPOTrainer generates it."""
-        rows = self.prompts[:num]
-        longest = max(map(len, rows))
-        pad = self.tokenizer.pad_token_id
-        ids = torch.tensor([[pad] * (longest - len(r)) + r for r in rows])
-        mask = torch.tensor([[0] * (longest - len(r)) + [1] * len(r) for r in rows])
-        with torch.random.fork_rng():
-            torch.manual_seed(repeat)
-            start = time.perf_counter()
-            out = self.model.generate(
-                ids,
-                attention_mask=mask,
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                max_new_tokens=self.options.new,
-                eos_token_id=self.tokenizer.eos_token_id,
-                pad_token_id=pad,
-            )
-            seconds = time.perf_counter() - start
-        stop = self.tokenizer.eos_token_id
-        tokens = 0
-        for row in out[:, longest:].tolist():
-            tokens += row.index(stop) + 1 if stop in row else len(row)
-        return tokens, seconds
-
-    def plain(self, engine: Any, num: int, generation: int) -> Any:
-        """Without drafts, by an engine that no drafter watches."""
-        from minitlt.spec import RolloutEngine
-
-        alone = RolloutEngine(engine.target)
-        return alone.generate(self.prompts[:num], self.params, self.keys(num, generation))
-
-    def against_transformers(self) -> dict[str, Any]:
-        """Our plain path over transformers' generate: tokens per second, medians of repeats."""
-        from minitlt.spec import RolloutEngine
-        from minitlt.target import make_target
-
-        sizes = [1, 8] if self.options.quick else [1, 32]
+    def rollouts(self) -> dict[str, Any]:
+        """Tokens per second of the three systems by batch size, and their ratios."""
+        plain, spec = self.engines()
+        self.plain, self.spec = plain, spec
         rates: dict[str, float] = {}
-        emitted = []
-        self.hugging_face(1, 0)
-        for num in sizes:
-            # Sampled lengths differ between the two, so the rates are of equal work per token:
-            # several batches are pooled.
-            runs = [self.hugging_face(num, r) for r in range(self.options.repeats + (num == 1) * 4)]
-            rates[f"transformers_fp32_b{num}"] = sum(t for t, _ in runs) / sum(s for _, s in runs)
-        for dtype in self.dtypes:
-            engine = RolloutEngine(make_target(self.model, dtype=DTYPES[dtype]))
-            self.plain(engine, 1, 99)
-            for num in sizes:
-                repeats = self.options.repeats + (num == 1) * 4
-                runs = [self.plain(engine, num, 10 + r) for r in range(repeats)]
-                tokens, seconds = (
-                    sum(r.stats.tokens for r in runs),
-                    sum(r.stats.seconds for r in runs),
-                )
-                rates[f"plain_{dtype}_b{num}"] = tokens / seconds
-                if dtype == "fp32":
-                    emitted += [
-                        (self.prompts[i], c) for r in runs for i, c in enumerate(r.completion_ids)
-                    ]
-        for name, rate in rates.items():
-            print(f"{name:28} {rate:8.1f} tok/s", flush=True)
-        ratios = {
-            f"plain_over_hf_b{num}": rates[f"plain_fp32_b{num}"]
-            / rates[f"transformers_fp32_b{num}"]
-            for num in sizes
-        }
-        print("plain over transformers, fp32:", {k: round(v, 2) for k, v in ratios.items()})
-        return {"tok_s": rates, **ratios, "exactness": self.exactness(emitted[:64])}
-
-    def exactness(self, rows: list[tuple[list[int], list[int]]]) -> dict[str, float]:
-        """Mean of (-log p(token) - entropy) over tokens, and its standard error."""
-        values = []
-        for prompt, tokens in rows:
-            with torch.no_grad():
-                logits = self.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-            logp = torch.log_softmax(logits.double(), -1)
-            entropy = -(logp.exp() * logp).sum(-1)
-            values.append(-logp.gather(1, torch.tensor(tokens)[:, None])[:, 0] - entropy)
-        all_values = torch.cat(values)
-        return {
-            "mean": all_values.mean().item(),
-            "standard_error": (all_values.std() / len(all_values) ** 0.5).item(),
-            "tokens": len(all_values),
-        }
-
-    def speculation(self) -> dict[str, Any]:
-        """Speculative over plain on identical rollouts, fp32, by batch size."""
-        parts = self.speculation_parts("fp32")
-        engine = parts.engine
         ratios: dict[str, float] = {}
-        accept: dict[str, float] = {}
+        details: dict[str, Any] = {}
         mismatches = 0
+        self.transformers(self.prompts[:1], 0)
         for num in self.options.sizes:
-            engine.generate(self.prompts[:num], self.params, self.keys(num, 30))  # the bandit looks
-            pairs = []
-            for repeat in range(self.options.repeats + (2 if num <= 2 else 0)):
-                want = self.plain(engine, num, 40 + repeat)
-                got = engine.generate(self.prompts[:num], self.params, self.keys(num, 40 + repeat))
-                mismatches += sum(
-                    a != b for a, b in zip(want.completion_ids, got.completion_ids, strict=True)
-                )
-                pairs.append((want.stats, got.stats))
-            seconds = [(p.seconds, s.seconds) for p, s in pairs]
-            ratios[str(num)] = sum(p for p, _ in seconds) / sum(s for _, s in seconds)
-            accept[str(num)] = statistics.mean(s.accept_length for _, s in pairs)
-            arms = pairs[-1][1].arms
-            print(
-                f"B={num:<3} speculative over plain {ratios[str(num)]:.2f}, accept length "
-                f"{accept[str(num)]:.2f}, arms { ({k: v['steps'] for k, v in arms.items()}) }",
-                flush=True,
-            )
-        return {"spec_over_plain": ratios, "accept_length": accept, "token_mismatches": mismatches}
+            spec.generate(self.prompts[:num], self.sampling(self.options.new), keys(num, 30))
+            runs = [self.one_repeat(plain, spec, num, r) for r in range(self.options.repeats)]
+            for name in runs[0]["rates"]:
+                rates[f"{name}_b{num}"] = statistics.median(r["rates"][name] for r in runs)
+            ratios[str(num)] = statistics.median(r["ratio"] for r in runs)
+            mismatches += sum(r["mismatches"] for r in runs)
+            details[str(num)] = {
+                "accept_length": statistics.mean(r["accept_length"] for r in runs),
+                "arms": runs[-1]["arms"],
+                "tokens": sum(r["tokens"] for r in runs),
+                "ratios": [round(r["ratio"], 3) for r in runs],
+            }
+            shown = {k: f"{v:.1f}" for k, v in rates.items() if k.endswith(f"_b{num}")}
+            print(f"B={num}: tok/s {shown}, spec/plain {ratios[str(num)]:.2f}, {details[str(num)]}",
+                  flush=True)  # fmt: skip
+        result: dict[str, Any] = {"tok_s": rates, "spec_over_plain": ratios, "speculation": details}
+        result["token_mismatches"] = mismatches
+        for num in (1, 32):
+            if f"hf_b{num}" in rates:
+                result[f"plain_over_hf_b{num}"] = rates[f"plain_b{num}"] / rates[f"hf_b{num}"]
+        if "hf_b16" in rates:
+            result["spec_over_hf_b16"] = rates["spec_b16"] / rates["hf_b16"]
+        return result
+
+    def one_repeat(self, plain: Any, spec: Any, num: int, repeat: int) -> dict[str, Any]:
+        first = repeat * num if repeat * num + num <= 64 else 0
+        prompts = self.prompts[first : first + num]
+        params, row_keys = self.sampling(self.options.new), keys(num, 40 + repeat)
+        rates = {}
+        if num in (1, 16, 32):
+            texts, seconds = self.transformers(prompts, repeat)
+            rates["hf"] = sum(map(len, texts)) / seconds
+            self.keep(f"hf_b{num}", prompts, texts)
+        want = plain.generate(prompts, params, row_keys)
+        replay = {} if self.options.dtype == "fp32" else {"replay": want.completion_ids}
+        got = spec.generate(prompts, params, row_keys, **replay)
+        self.keep(f"plain_b{num}", prompts, want.completion_ids)
+        self.keep(f"spec_b{num}", prompts, got.completion_ids)
+        rates |= {"plain": want.stats.tokens_per_second, "spec": got.stats.tokens_per_second}
+        arms = {name: int(arm["steps"]) for name, arm in got.stats.arms.items()}
+        return {
+            "rates": rates,
+            "ratio": rates["spec"] / rates["plain"],
+            "mismatches": differing(want.completion_ids, got.completion_ids),
+            "accept_length": got.stats.accept_length,
+            "arms": arms,
+            "tokens": got.stats.tokens,
+        }
+
+    def against_vllm(self) -> dict[str, Any]:
+        """Speculation over vLLM without it, equal numbers of tokens, stops ignored."""
+        sizes = [n for n in (1, 2, 4, 16) if n in self.options.sizes]
+        new = min(self.options.new, 256)
+        job = {
+            "model": str(self.folder),
+            "prompts": self.prompts[: max(sizes)],
+            "sizes": sizes,
+            "new": new,
+            "repeats": self.options.repeats,
+        }
+        peer = run_peer(self.options.peer_python, job, self.options.threads)
+        if "error" in peer:
+            print(f"vllm does not run here: {peer['error']}", flush=True)
+            return {"vllm_error": peer["error"]}
+        result: dict[str, Any] = {"vllm": {k: peer[k] for k in ("version", "tok_s")}}
+        params = self.sampling(new, stops=False)
+        for num in sizes:
+            prompts = self.prompts[:num]
+            self.spec.generate(prompts, params, keys(num, 60))
+            own = [self.spec.generate(prompts, params, keys(num, 61 + r)) for r in range(3)]
+            rate = statistics.median(r.stats.tokens_per_second for r in own)
+            result[f"spec_over_vllm_b{num}"] = rate / peer["tok_s"][str(num)]
+            self.keep(f"vllm_b{num}", prompts, peer["completions"][str(num)])
+            print(f"B={num}: ours {rate:.1f}, vllm {peer['tok_s'][str(num)]:.1f} tok/s", flush=True)
+        return result
+
+    def keep(self, name: str, prompts: list[list[int]], texts: list[list[int]]) -> None:
+        self.emitted.setdefault(name, []).extend(zip(prompts, texts, strict=True))
+
+    def exactness(self) -> dict[str, dict[str, float]]:
+        """By configuration: mean of (-log p(token) - entropy) over tokens, its standard error."""
+        limit = 300 if self.options.quick else 1200
+        seen: dict[tuple[int, ...], torch.Tensor] = {}
+        result = {}
+        for name, rows in self.emitted.items():
+            values: list[torch.Tensor] = []
+            for prompt, tokens in rows:
+                row = tuple(prompt + tokens)
+                if sum(map(len, values)) < limit:
+                    if row not in seen:
+                        seen[row] = self.surprise(prompt, tokens)
+                    values.append(seen[row])
+            all_values = torch.cat(values)
+            error = float(all_values.std()) / len(all_values) ** 0.5
+            result[name] = {
+                "mean": round(float(all_values.mean()), 4),
+                "standard_error": round(error, 4),
+                "tokens": len(all_values),
+            }
+            print(f"exactness {name:12}", result[name], flush=True)
+        return result
+
+    @torch.no_grad()
+    def surprise(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        logits = self.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        logp = torch.log_softmax(logits, -1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        return (-logp.gather(1, torch.tensor(tokens)[:, None])[:, 0] - entropy).double()
 
     def step_times(self) -> dict[str, Any]:
         """v(B, T): one forward in milliseconds, beside the floor of reading the weights once."""
         from minitlt.target import make_target
 
+        widths = (1, 4, 16) if self.options.quick else (1, 2, 4, 8, 16, 32, 64)
+        dtype = DTYPES[self.options.dtype]
+        target: Any = make_target(self.model, dtype=dtype)
+        target.reserve(max(self.options.sizes), 384)
+        bandwidth = read_bandwidth()
+        floor = sum(p.numel() for p in self.model.parameters()) * dtype.itemsize / bandwidth * 1e3
         table: dict[str, dict[str, float]] = {}
-        floors: dict[str, float] = {}
-        bandwidth = copy_bandwidth()
-        parameters = sum(p.numel() for p in self.model.parameters())
-        for dtype in self.dtypes:
-            target = make_target(self.model, dtype=DTYPES[dtype])
-            target.reserve(max(self.options.sizes), 512)
-            floors[dtype] = parameters * DTYPES[dtype].itemsize / bandwidth * 1e3
-            for num in self.options.sizes:
-                for width in (1, 2, 4, 8, 16):
+        for num in self.options.sizes:
+            lengths = torch.full((num,), 200)
+            row = table[str(num)] = {}
+            for width in widths:
+                if num * width <= 512:
                     tokens = torch.full((num, width), 100)
-                    lengths = torch.full((num,), 200)
-                    times = []
-                    for _ in range(6):
-                        start = time.perf_counter()
-                        target.forward(tokens, lengths)
-                        times.append(time.perf_counter() - start)
-                    ms = statistics.median(times[1:]) * 1e3
-                    table.setdefault(f"{dtype}_b{num}", {})[str(width)] = round(ms, 1)
-        for name, row in table.items():
-            print(f"step ms {name:10}", row, flush=True)
-        first = table["fp32_b1"]["1"]
+                    row[str(width)] = milliseconds(lambda: target.forward(tokens, lengths))  # noqa: B023
+            free = [w for w, ms in row.items() if ms <= 1.15 * row["1"]]
+            print(f"step ms B={num:<3} {row}; nearly free: T = {', '.join(free)}", flush=True)
+        parts = {str(n): step_parts(target, n) for n in self.options.sizes if n in (1, 32)}
+        print(f"floor {floor:.1f} ms at {bandwidth / 1e9:.1f} GB/s; parts of a step: {parts}")
         return {
             "step_ms": table,
-            "floor_ms": floors,
-            "copy_gb_per_s": bandwidth / 1e9,
-            "roofline_fraction_b1": floors["fp32"] / first,
+            "step_parts_ms": parts,
+            "floor_ms": floor,
+            "read_gb_per_s": bandwidth / 1e9,
+            "roofline_fraction_b1": floor / table["1"]["1"] if "1" in table else None,
         }
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+def step_parts(target: Any, num: int) -> dict[str, float]:
+    """Where one step of `num` rows at length 200 spends its milliseconds."""
+    from minitlt.kernels import coupled_verify
+    from minitlt.slots import attend, plan_step
+
+    tokens, lengths = torch.full((num, 1), 100), torch.full((num,), 200)
+    shape, rows = target.shape, max(num, 4)
+    inputs = {"down": torch.randn(rows, target.linears[0]["down"].weight.shape[1])}
+    hidden = torch.randn(rows, shape.hidden)
+    step = plan_step(tokens, lengths, None, 0, target.cache, masked=True)
+    step.stack_queries(shape.num_heads // shape.num_kv_heads, target.act_dtype)
+    q = torch.randn(num, shape.num_heads, shape.head_dim)
+    ones, roots = torch.ones(num), torch.full((num, 1), -1)
+    logits = torch.randn(num, 1, shape.vocab) * 3
+
+    def products() -> None:
+        for layer in target.linears:
+            for name, linear in layer.items():
+                linear(inputs.get(name, hidden))
+
+    def attention() -> None:
+        for i in range(shape.num_layers):
+            attend(q, *target.cache.read(i, step, num), step, (num, 1))
+
+    parts = {
+        "forward": milliseconds(lambda: target.forward(tokens, lengths)),
+        "layer products": milliseconds(products),
+        "head product": milliseconds(lambda: target.head(hidden)),
+        "attention": milliseconds(attention),
+    }
+    parts["rest of the forward"] = round(2 * parts["forward"] - sum(parts.values()), 1)
+    parts["verify"] = milliseconds(
+        lambda: coupled_verify(logits, lengths, lengths, ones, tokens, roots)
+    )
+    return parts
 
 
-def can_bf16() -> bool:
-    from minitlt.target import can_pack
+def run_peer(python: Path, job: dict[str, Any], threads: int) -> dict[str, Any]:
+    """The peer's answer, or {"error": its own last words}."""
+    extra = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [str(python), str(HERE / "vllm_peer.py")],
+        input=json.dumps(job),
+        env={**os.environ, **extra},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    words = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    signal = f"killed by signal {-done.returncode}; " if done.returncode < 0 else ""
+    return {"error": signal + " | ".join(words[-3:])}
 
-    return can_pack(torch.bfloat16)
+
+def keys(num: int, generation: int) -> list[int]:
+    from minitlt.kernels import row_key
+
+    return [row_key(0, generation, i) for i in range(num)]
 
 
-def copy_bandwidth() -> float:
+def differing(want: Iterable[list[int]], got: Iterable[list[int]]) -> int:
+    """Tokens that are not the same at the same place; a missing one counts."""
+    pairs = list(zip(want, got, strict=True))
+    return sum(
+        sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b)) for a, b in pairs
+    )
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    run()
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return round(statistics.median(times) * 1e3, 1)
+
+
+def read_bandwidth() -> float:
     """Bytes read per second when a large tensor is summed: what streaming weights can reach."""
     block = torch.ones(64 * 2**20)
+    block.sum()
     times = []
     for _ in range(5):
         start = time.perf_counter()

@@ -167,6 +167,40 @@ def _logprob(x, lse):
 
 
 @triton.jit
+def _winner(
+    y, y_top, y_ptr, row0, row1, temperature, threshold, first, V,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """(best score, its lowest id) of a tile.
+
+    E >= u and log2 (1 + f) >= f: the bits of the float u, read as an integer, are a lower bound on
+    log E. Groups whose bound beats the best score so far are scored exactly.
+    """
+    ids = first + tl.arange(0, BLOCK)
+    bits = _token_bits(row0, row1, ids).to(tl.float32).to(tl.int32, bitcast=True)
+    bound = tl.fma(bits.to(tl.float32), -_BIT_LN2, y)
+    groups = tl.max(tl.reshape(bound, (BLOCK // GROUP, GROUP)), axis=1) + _BOUND_TOP
+    group_index, member = tl.arange(0, BLOCK // GROUP), tl.arange(0, GROUP)
+    slack = (tl.abs(y_top) + 64.0) * 4.76837158e-07 + 1e-4  # rounding of scores, 4 ulp
+    best, best_id = tl.full((), -_INF, tl.float32), first
+    most = tl.max(groups, axis=0)
+    while (most > -_INF) & (most + slack >= best):
+        group = tl.min(tl.where(groups == most, group_index, BLOCK), axis=0)
+        at = first + group * GROUP + member
+        again = tl.load(y_ptr + at, mask=at < V, other=-_INF).to(tl.float32)
+        noise = _gumbel(_token_bits(row0, row1, at))
+        score = _sampled_from(again, temperature, threshold) + noise
+        high = tl.max(score, axis=0)
+        hit = tl.min(tl.where(score == high, at, V), axis=0)
+        better = (high > best) | ((high == best) & (hit < best_id))
+        best_id = tl.where(better, hit, best_id)
+        best = tl.maximum(best, high)
+        groups = tl.where(group_index == group, -_INF, groups)
+        most = tl.max(groups, axis=0)
+    return best, best_id
+
+
+@triton.jit
 def _tiles_kernel(
     logits_ptr, sample_ptr, thresholds_ptr, keys_ptr, positions_ptr, temperatures_ptr,
     tokens_ptr, parents_ptr, limits_ptr, floats_ptr, ints_ptr,
@@ -184,11 +218,6 @@ def _tiles_kernel(
         limit = tl.load(limits_ptr + b)
     if limit <= 0:
         return  # an inert row
-    position = tl.load(positions_ptr + b)
-    up = tl.load(parents_ptr + row)
-    while up >= 0:
-        position += 1
-        up = tl.load(parents_ptr + b * T + up)
     temperature = tl.load(temperatures_ptr + b)
     first = tile * BLOCK
     ids = first + tl.arange(0, BLOCK)
@@ -210,30 +239,16 @@ def _tiles_kernel(
         y = _sampled_from(raw, temperature, threshold)
         y_top = tl.maximum(tl.max(y, axis=0), -_FLT_MAX)
     if temperature > 0:
+        position = tl.load(positions_ptr + b)
+        up = tl.load(parents_ptr + row)
+        while up >= 0:
+            position += 1
+            up = tl.load(parents_ptr + b * T + up)
         key = tl.load(keys_ptr + b)
         row0, row1 = _row_word(key, position, _SEED0), _row_word(key, position, _SEED1)
-        # E >= u and log2 (1 + f) >= f: the bits of the float u, read as an integer, are a lower
-        # bound on log E. Groups whose bound beats the best score so far are scored exactly.
-        bits = _token_bits(row0, row1, ids).to(tl.float32).to(tl.int32, bitcast=True)
-        bound = tl.fma(bits.to(tl.float32), -_BIT_LN2, y)
-        groups = tl.max(tl.reshape(bound, (BLOCK // GROUP, GROUP)), axis=1) + _BOUND_TOP
-        group_index, member = tl.arange(0, BLOCK // GROUP), tl.arange(0, GROUP)
-        slack = (tl.abs(y_top) + 64.0) * 4.76837158e-07 + 1e-4  # rounding of scores, 4 ulp
-        best, best_id = tl.full((), -_INF, tl.float32), first
-        most = tl.max(groups, axis=0)
-        while (most > -_INF) & (most + slack >= best):
-            group = tl.min(tl.where(groups == most, group_index, BLOCK), axis=0)
-            at = first + group * GROUP + member
-            again = tl.load(y_ptr + at, mask=at < V, other=-_INF).to(tl.float32)
-            noise = _gumbel(_token_bits(row0, row1, at))
-            score = _sampled_from(again, temperature, threshold) + noise
-            high = tl.max(score, axis=0)
-            hit = tl.min(tl.where(score == high, at, V), axis=0)
-            better = (high > best) | ((high == best) & (hit < best_id))
-            best_id = tl.where(better, hit, best_id)
-            best = tl.maximum(best, high)
-            groups = tl.where(group_index == group, -_INF, groups)
-            most = tl.max(groups, axis=0)
+        best, best_id = _winner(
+            y, y_top, y_ptr, row0, row1, temperature, threshold, first, V, BLOCK, GROUP
+        )
     else:
         best = tl.max(y, axis=0)
         best_id = tl.min(tl.where(y == best, ids, V), axis=0)

@@ -48,9 +48,8 @@ from minitlt.kernels import row_key
 from minitlt.models import resolve_drafter
 from minitlt.spec import Arm, Bandit, Rollout, RolloutEngine, SamplingParams
 from minitlt.spot import INLINE, OFF, SpotConfig, SpotTrainer
-from minitlt.target import make_target
+from minitlt.target import decoding_dtype, make_target
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _CHECKED_TOKENS = 256  # of a completion, when logprobs are compared
 _EVAL_GENERATION = 1 << 40  # evaluation draws from generations that training never reaches
 _PASSED = {  # generation settings that the engine has, by TRL's name
@@ -486,8 +485,8 @@ def build_speculation(
         raise ConfigError("spot.steps_per_window needs drafter.pack_tokens, e.g. 256: otherwise "
                           "the size of a step follows the clock")  # fmt: skip
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    auto = torch.bfloat16 if mixed == "bf16" else trains_in
-    dtype = DTYPES.get(rollout.dtype, auto)
+    trains_in = torch.bfloat16 if mixed == "bf16" else trains_in
+    dtype = decoding_dtype(rollout.dtype, trains_in, device)
     target = make_target(
         base, dtype=dtype, device=device, backend=rollout.backend, weights=full_parameters(model)
     )

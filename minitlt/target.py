@@ -159,6 +159,21 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
+def decoding_dtype(wish: str, trains_in: torch.dtype, device: torch.device) -> torch.dtype:
+    """In which dtype a replica decodes: wish is auto, fp32 or bf16.
+
+    auto is the dtype of training, so that the policy that samples is the policy that learns; on a
+    CPU without packed bf16 products it is fp32, which is faster there as well. So a run that trains
+    in fp32 keeps the promise that speculation changes no token, and bf16 is a choice:
+    in it a row's rounding depends on its company, and what holds is the law, not the token.
+    """
+    if wish != "auto":
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[wish]
+    if device.type == "cpu" and trains_in.itemsize < 4 and not can_pack(trains_in):
+        return torch.float32
+    return trains_in
+
+
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Computed in fp32 (or fp64), as transformers does, whatever the dtype of x."""
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()

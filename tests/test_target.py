@@ -9,6 +9,8 @@ from minitlt.slots import SlotCache, TargetShape
 from minitlt.target import (
     LlamaTarget,
     ModuleTarget,
+    can_pack,
+    decoding_dtype,
     full_state,
     make_target,
     refuse_unsupported,
@@ -209,3 +211,13 @@ def test_a_long_chunk_equals_short_ones_where_a_kernel_reads_ancestor_bits():
     target.forward(prompt[:, :90], torch.tensor([0]))
     tail, _ = target.forward(prompt[:, 90:], torch.tensor([90]))
     torch.testing.assert_close(tail[0], logits[0, 90:], atol=1e-4, rtol=0)
+
+
+def test_auto_decodes_in_the_dtype_of_training_where_that_is_fast():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert decoding_dtype("auto", torch.float32, cpu) == torch.float32
+    assert decoding_dtype("auto", torch.bfloat16, gpu) == torch.bfloat16
+    packs = can_pack(torch.bfloat16)
+    want = torch.bfloat16 if packs else torch.float32
+    assert decoding_dtype("auto", torch.bfloat16, cpu) == want
+    assert decoding_dtype("bf16", torch.float32, cpu) == torch.bfloat16

@@ -1,0 +1,84 @@
+"""How often speculation emits the very tokens of plain decoding, by dtype and shape of the draft.
+
+    python benchmarks/match_rate.py [--drafter DIR] [--new 256] [--rows 16] [--out FILE]
+
+The verification is exact for the logits it is given; the question is whether a row's logits have
+the same bits in a chain or a tree as alone. In a chain they do by construction (packed products,
+grouped attention, padding to four rows), and 0 differences are expected in fp32. In a tree an
+ancestor's key stands in another place of the cache, so that attention adds in another order; in
+bf16 products may differ with their number of rows as well. Where two tokens nearly tie, a last bit
+decides, and from there on the two texts are different samples of the same law.
+
+For every dtype that this processor can pack and every arm: rows that are equal, tokens that were
+compared before the first difference of their row, and differences per 1,000 of those tokens.
+bf16 is skipped, with a line that says so, where it cannot be packed. The last line is one JSON
+object. Left out: GPUs, where nothing but the law is promised.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rollout import DTYPES, Bench, about, keys, parse
+
+from minitlt.target import can_pack
+
+ARMS = ["eagle-1", "eagle-3", "eagle-7", "eagle-2x2b3", "eagle-3x2b7", "eagle-4x3b7"]
+
+
+def main(argv: list[str]) -> int:
+    rows = int(argv.pop(argv.index("--rows") + 1)) if "--rows" in argv else 16
+    options = parse([word for word in argv if word != "--rows"])
+    torch.set_num_threads(options.threads)
+    options.arms = ["off", *ARMS]
+    result = about(options) | {"rows": rows, "match_rate": {}}
+    for name, dtype in DTYPES.items():
+        if not can_pack(dtype):
+            print(f"{name}: skipped, this processor cannot pack {name} weights", flush=True)
+            continue
+        options.dtype = name
+        result["match_rate"][name] = study(Bench(options), rows)
+    out: Path = options.out or Path(__file__).parent / "results" / "match_rate.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result) + "\n")
+    print(json.dumps(result))
+    return 0
+
+
+def study(bench: Bench, rows: int) -> dict[str, Any]:
+    from minitlt.spec import Arm, Bandit
+
+    plain, spec = bench.engines()
+    prompts, params = bench.prompts[:rows], bench.sampling(bench.options.new)
+    want = plain.generate(prompts, params, keys(rows, 70)).completion_ids
+    result = {}
+    for arm in ARMS:
+        spec.bandit = Bandit([Arm.parse(arm)])
+        rollout = spec.generate(prompts, params, keys(rows, 70))
+        result[arm] = compare(want, rollout.completion_ids)
+        result[arm]["accept_length"] = round(rollout.stats.accept_length, 3)
+        print(f"{bench.options.dtype} {arm:12}", result[arm], flush=True)
+    return result
+
+
+def compare(want: list[list[int]], got: list[list[int]]) -> dict[str, float]:
+    """Rows without a difference, and tokens up to the first difference of each row."""
+    tokens = equal = 0
+    for one, two in zip(want, got, strict=True):
+        pairs = zip(one, two, strict=False)
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(two)))
+        equal += one == two
+        tokens += first + (one != two)
+    different = len(want) - equal
+    return {
+        "rows_equal": equal,
+        "rows": len(want),
+        "tokens_compared": tokens,
+        "differences_per_1000": round(1000 * different / tokens, 3),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
