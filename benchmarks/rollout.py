@@ -370,8 +370,8 @@ def step_parts(target: Any, num: int) -> dict[str, float]:
     from minitlt.slots import attend, plan_step
 
     tokens, lengths = torch.full((num, 1), 100), torch.full((num,), 200)
-    shape, rows = target.shape, max(num, 4)
-    inputs = {"down": torch.randn(rows, target.linears[0]["down"].weight.shape[1])}
+    shape, rows = target.shape, max(num, target.min_rows)
+    inputs = {"down": torch.randn(rows, target.linears[0]["down"].num_inputs)}
     hidden = torch.randn(rows, shape.hidden)
     step = plan_step(tokens, lengths, None, 0, target.cache, masked=True)
     step.stack_queries(shape.num_heads // shape.num_kv_heads, target.act_dtype)

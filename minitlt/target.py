@@ -4,9 +4,9 @@
 by it. Two ways to compute the same logits:
 - `LlamaTarget`, written out below for the Llama family (Llama, Mistral without sliding window,
   Qwen2, Qwen3) over fused weights. On a CPU the weights are packed once for oneDNN. Packed products
-  give a row the same bits whatever other rows stand beside it (for four rows or more), and so does
-  grouped attention (for four query rows or more): `_MIN_ROWS` and `slots._MIN_QUERIES` pad up to
-  that. This is why chains decode to the very bits of plain decoding, and not just nearly.
+  give a row the same bits whatever other rows stand beside it (on some processors for four rows or
+  more: `fewest_rows` looks), and so does grouped attention (for four query rows or more): both are
+  padded up to that. This is why chains decode to the very bits of plain decoding.
 - `ModuleTarget`, any other rope decoder through its own transformers module, with a cache object
   of the transformers interface and an explicit 4-D mask. `PreTrainedModel` in, same surface out.
 
@@ -39,9 +39,7 @@ from minitlt.slots import SlotCache, Step, TargetShape, attend, plan_step
 
 _FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-# oneDNN takes another path for a single row of some shapes, and streams weights a third slower
-# for fewer than four: rows are repeated up to four.
-_MIN_ROWS = 4
+_SAFE_ROWS = 4  # from here on a row of a product has the same bits in any company
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -114,6 +112,11 @@ class Linear:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
+    @property
+    def num_inputs(self) -> int:
+        assert self.weight is not None, "load() the weight first"
+        return self.weight.shape[1]
+
     def load(self, weight: Tensor, bias: Tensor | None = None) -> None:
         weight = weight.detach().to(self.device, self.dtype)
         if self.packed:
@@ -127,11 +130,11 @@ class Linear:
         """add: another term of the result, [N, out]."""
         if self.fuses:
             return self.fused(x_NH) if add is None else self.fused(x_NH, "add", add)
-        assert self.weight is not None, "load() the weight first"
         x_NH = x_NH.to(self.dtype)
         if self.packed:
             y = torch.ops.mkldnn._linear_pointwise(x_NH, self.weight, self.bias, "none", [], "")
         else:
+            assert self.weight is not None, "load() the weight first"
             y = F.linear(x_NH, self.weight, self.bias)
         if self.device.type == "cpu" and y.dtype != torch.float64:
             y = y.float()
@@ -174,11 +177,18 @@ def decoding_dtype(wish: str, trains_in: torch.dtype, device: torch.device) -> t
     return trains_in
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Computed in fp32 (or fp64), as transformers does, whatever the dtype of x."""
-    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return weight * (wide * scale).to(x.dtype)
+def fewest_rows(linears: Iterable[Linear]) -> int:
+    """The least number of rows whose products have the bits they have in larger company.
+
+    That is 1 or 4, and a matter of processor and shapes: some take another path for few rows.
+    """
+    random = torch.Generator().manual_seed(0)
+    for linear in linears:
+        x_NH = torch.randn(_SAFE_ROWS, linear.num_inputs, generator=random)
+        y_NO = linear(x_NH)
+        if any(not torch.equal(linear(x_NH[:n]), y_NO[:n]) for n in range(1, _SAFE_ROWS)):
+            return _SAFE_ROWS
+    return 1
 
 
 def _pair_rows(x: Tensor, head_dim: int) -> Tensor:
@@ -228,7 +238,7 @@ class LlamaTarget(Target):
         narrow = device.type != "cpu" or dtype == torch.float64
         super().__init__(model, dtype, device, dtype if narrow else torch.float32)
         self.masks_short = device.type == "cpu"
-        self.eps = float(config.rms_norm_eps)
+        self._width, self.eps = (self.shape.hidden,), float(config.rms_norm_eps)
         self.tied = bool(config.tie_word_embeddings)
         rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
         self._inv_freq = rotary.inv_freq.detach().to(device, torch.float32)
@@ -243,6 +253,7 @@ class LlamaTarget(Target):
         self.linears = [{name: Linear(dtype, device) for name in self._parts} for _ in range(num)]
         self.norms: list[dict[str, Tensor]] = [{} for _ in range(num)]
         self._dense: dict[str, Tensor] = {}
+        self.min_rows = 0
         self._graphs = StepGraphs(self._captured) if device.type == "cuda" else None
         self.refresh(full_state(model) if weights is None else weights)
 
@@ -306,8 +317,8 @@ class LlamaTarget(Target):
         step.stack_queries(shape.num_heads // shape.num_kv_heads, self.act_dtype)
         token_N, position_N = tokens_BT.clamp(min=0).reshape(-1), step.position_BT.reshape(-1)
         num, pick_N = len(token_N), None
-        if num < _MIN_ROWS and self.device.type == "cpu":
-            pick_N = torch.arange(_MIN_ROWS) % num
+        if num < self.min_rows:
+            pick_N = torch.arange(self.min_rows) % num
             token_N, position_N = token_N[pick_N], position_N[pick_N]
             step.write_M = step.write_M.view(num, -1)[pick_N].reshape(-1)
         h_NH = self._dense["embed"][token_N]
@@ -318,7 +329,7 @@ class LlamaTarget(Target):
                 taps[i] = h_NH
             h_NH = self._attention(i, h_NH, turn_N1C, step, size, pick_N)
             h_NH = self._mlp(i, h_NH)
-        last_NH = _rms_norm(h_NH, self._dense["norm"], self.eps)
+        last_NH = F.rms_norm(h_NH, self._width, self._dense["norm"], self.eps)
         features = torch.cat([taps[i] for i in shape.tap_layers], dim=-1)
         result = Taps(features[:num].view(*size, -1), last_NH[:num].view(*size, -1))
         return (self.head(last_NH)[:num].view(*size, -1) if logits else None), result
@@ -333,12 +344,12 @@ class LlamaTarget(Target):
         pick_N: Tensor | None,
     ) -> Tensor:
         s, norms, linears = self.shape, self.norms[index], self.linears[index]
-        qkv = linears["qkv"](_rms_norm(h_NH, norms["input_layernorm"], self.eps))
+        qkv = linears["qkv"](F.rms_norm(h_NH, self._width, norms["input_layernorm"], self.eps))
         qkv = qkv.view(h_NH.shape[0], -1, s.head_dim)
         q, k = qkv[:, : s.num_heads], qkv[:, s.num_heads : -s.num_kv_heads]
         if "self_attn.q_norm" in norms:  # Qwen3 normalises queries and keys per head
-            q.copy_(_rms_norm(q, norms["self_attn.q_norm"], self.eps))
-            k.copy_(_rms_norm(k, norms["self_attn.k_norm"], self.eps))
+            q.copy_(F.rms_norm(q, (s.head_dim,), norms["self_attn.q_norm"], self.eps))
+            k.copy_(F.rms_norm(k, (s.head_dim,), norms["self_attn.k_norm"], self.eps))
         _rotate_(qkv[:, : -s.num_kv_heads], turn_N1C)
         self.cache.write(index, step, qkv[:, s.num_heads :].reshape(-1, s.head_dim))
         keys, values = self.cache.read(index, step, size[0])
@@ -347,7 +358,8 @@ class LlamaTarget(Target):
 
     def _mlp(self, index: int, h_NH: Tensor) -> Tensor:
         linears = self.linears[index]
-        x_NH = _rms_norm(h_NH, self.norms[index]["post_attention_layernorm"], self.eps)
+        norm = self.norms[index]["post_attention_layernorm"]
+        x_NH = F.rms_norm(h_NH, self._width, norm, self.eps)
         if "up" in linears:
             x_NI = linears["up"].fused(x_NH, "mul", linears["gate"].fused(x_NH, "swish"))
         else:
@@ -374,6 +386,8 @@ class LlamaTarget(Target):
             self.head.load(self.head_weight)
         else:
             self.head.weight = self.head_weight  # one copy; if tied, the embedding's
+        if self.device.type == "cpu" and not self.min_rows:
+            self.min_rows = fewest_rows([self.head, *self.linears[0].values()])
 
     def _store(self, place: dict[str, Tensor], key: str, tensor: Tensor) -> None:
         """In place: drafters hold embedding and head by reference."""
