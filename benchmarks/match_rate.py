@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout import DTYPES, Bench, about, keys, parse
+from rollout import DTYPES, Bench, keys, machine, parse
 
 from minitlt.target import can_pack
 
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     options = parse([word for word in argv if word != "--rows"])
     torch.set_num_threads(options.threads)
     options.arms = ["off", *ARMS]
-    result = about(options) | {"rows": rows, "match_rate": {}}
+    result = machine(options) | {"rows": rows, "match_rate": {}}
     for name, dtype in DTYPES.items():
         if not can_pack(dtype):
             print(f"{name}: skipped, this processor cannot pack {name} weights", flush=True)

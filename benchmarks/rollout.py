@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(options.threads)
     bench = Bench(options)
-    result = about(options)
+    result = machine(options)
     result |= bench.step_times()
     result |= bench.rollouts()
     if options.peer == "vllm":
@@ -96,12 +96,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def about(options: argparse.Namespace) -> dict[str, Any]:
+def machine(options: argparse.Namespace) -> dict[str, Any]:
+    """What the figures depend on; other benchmarks ask with less than all options."""
     git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     packages = ("torch", "transformers", "trl")
     versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
-    machine = {
+    computer = {
         "processor": processor_name(),
         "cores": os.cpu_count(),
         "threads": options.threads,
@@ -111,9 +112,9 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "rollout",
         "commit": commit,
         "versions": versions,
-        "machine": machine,
+        "machine": computer,
         "seeds": {"task": 1, "keys": 0, "torch": list(range(options.repeats))},
-        "dtype": options.dtype,
+        "dtype": getattr(options, "dtype", "fp32"),
         "new_tokens": options.new,
         "repeats": options.repeats,
     }
