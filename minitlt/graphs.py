@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ROWS = 256
 
+Inputs = tuple[Tensor, Tensor, Tensor]
 Outputs = tuple[Tensor, ...]
 Forward = Callable[[Tensor, Tensor, Tensor], Outputs]
 Capture = Callable[[Callable[[], Outputs]], tuple[Callable[[], Any], Outputs]]
@@ -73,7 +74,7 @@ class StepGraphs:
 
     def __init__(self, forward: Forward, capture: Capture | None = None) -> None:
         self.forward, self._capture = forward, capture or CudaCapture()
-        self._graphs: dict[tuple[int, int], tuple[Outputs, Callable[[], Any], Outputs]] = {}
+        self._graphs: dict[tuple[int, int], tuple[Inputs, Callable[[], Any], Outputs]] = {}
 
     def clear(self) -> None:
         self._graphs.clear()
@@ -87,20 +88,20 @@ class StepGraphs:
         if num_rows > MAX_ROWS:
             return self.forward(tokens_BT, lengths_B, parents_BT)
         key = (row_bucket(num_rows), num_nodes)
-        if key not in self._graphs:
-            self._graphs[key] = self._record(*key, tokens_BT.device)
-        inputs, replay, outputs = self._graphs[key]
+        graph = self._graphs.get(key)
+        inputs = graph[0] if graph else self._buffers(*key, tokens_BT.device)
         for buffer, value, pad in zip(
             inputs, (tokens_BT, lengths_B, parents_BT), (0, 0, -1), strict=True
         ):
             buffer[:num_rows] = value
             buffer[num_rows:] = pad
-        replay()
-        return tuple(x[:num_rows] for x in outputs)
+        if graph is None:  # recording runs the forward, so it must see the real rows
+            logger.info("graph for up to %d rows of %d nodes", *key)
+            graph = self._graphs[key] = (inputs, *self._capture(lambda: self.forward(*inputs)))
+        graph[1]()
+        return tuple(x[:num_rows] for x in graph[2])
 
-    def _record(self, num_rows: int, num_nodes: int, device: torch.device) -> Any:
-        size = (num_rows, num_nodes)
-        tokens = torch.zeros(size, dtype=torch.int64, device=device)
-        inputs = tokens, tokens.new_zeros(num_rows), torch.full_like(tokens, -1)
-        logger.info("graph for up to %d rows of %d nodes", *size)
-        return inputs, *self._capture(lambda: self.forward(*inputs))
+    @staticmethod
+    def _buffers(num_rows: int, num_nodes: int, device: torch.device) -> Inputs:
+        tokens = torch.zeros(num_rows, num_nodes, dtype=torch.int64, device=device)
+        return tokens, tokens.new_zeros(num_rows), torch.full_like(tokens, -1)
