@@ -13,8 +13,9 @@ size the systems take turns within each repeat, so that a machine that drifts hi
 - `--peer vllm` (an interpreter of its own, `benchmarks/vllm_peer.py`): no stops, so that both emit
   the same number of tokens.
 
-The drafter is the one in --drafter (for instance RUN/drafter), or one distilled here on rollouts of
-other prompts. Before a size is timed the bandit sees one rollout of that size.
+The drafter is the one in --drafter (for instance RUN/drafter); without it the warm one that comes
+with the package, or with --train-seconds one that is distilled here on rollouts of other prompts.
+Before a size is timed the bandit sees one rollout of that size.
 
 `exactness`, for every configuration that is timed, is the mean over emitted tokens of (-log p -
 entropy) under the fp32 transformers module, with its standard error: exact sampling gives 0.
@@ -74,8 +75,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add = parser.add_argument
     add("--quick", action="store_true", help="fewer sizes, short rows, under 5 minutes")
-    add("--drafter", type=Path, help="a saved drafter, e.g. RUN/drafter; else one is trained here")
-    add("--train-seconds", type=float, default=0, help="for that; 0: 90, quick: 30")
+    add("--drafter", default="smollm2", help="a saved drafter, e.g. RUN/drafter")
+    add("--train-seconds", type=float, default=0, help="distil one here instead")
     add("--dtype", choices=DTYPES, default="fp32", help="of the engine's weights")
     add("--threads", type=int, default=2)
     add("--new", type=int, default=0, help="tokens per row at most; 0: 512, quick: 64")
@@ -88,7 +89,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.new = options.new or (64 if options.quick else 512)
     options.sizes = options.sizes or ([1, 8, 32] if options.quick else [1, 2, 4, 8, 16, 32])
-    options.train_seconds = options.train_seconds or (30 if options.quick else 90)
+    if options.train_seconds:
+        options.drafter = "target"
     if options.peer and not options.peer_python:
         options.peer_python = Path(os.environ.get("MINITLT_PEER", ""))
         if not options.peer_python.is_file():
@@ -115,6 +117,7 @@ def machine(options: argparse.Namespace) -> dict[str, Any]:
         "machine": computer,
         "seeds": {"task": 1, "keys": 0, "torch": list(range(options.repeats))},
         "dtype": getattr(options, "dtype", "fp32"),
+        "drafter": getattr(options, "drafter", ""),
         "new_tokens": options.new,
         "repeats": options.repeats,
     }
@@ -193,11 +196,11 @@ class Bench:
         parts = build_speculation(
             self.model,
             build(RolloutConfig, settings, "rollout"),
-            DrafterConfig(start=str(options.drafter or "target")),
+            DrafterConfig(start=options.drafter),
             SpotConfig(mode="off"),
             device=torch.device("cpu"),
         )
-        if not options.drafter:
+        if options.train_seconds:
             prompts = self.prompts[64:96]
             parts.engine.generate(prompts, self.sampling(128), keys(len(prompts), 9))
             parts.trainer.refresh_vocab()
