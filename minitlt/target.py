@@ -382,7 +382,7 @@ class LlamaTarget(Target):
                 self._store(self._dense, _DENSE[short], tensor)
         if missing:
             raise ValueError(f"the weights given lack {min(missing)!r} ({len(missing)} in all)")
-        if self.head.packed:
+        if self.head.packed or self.act_dtype != self.dtype:
             self.head.load(self.head_weight)
         else:
             self.head.weight = self.head_weight  # one copy; if tied, the embedding's
