@@ -96,7 +96,8 @@ def process_logits(
     seen: per row the ids of prompt and completion; num_emitted: its completion's length. A node's
     history is that and the drafts on its path, so a drafted block sees what plain decoding would.
     """
-    scores, device = logits_BTV.clone(), logits_BTV.device
+    wide = torch.promote_types(logits_BTV.dtype, torch.float32)  # as transformers has them
+    scores, device = logits_BTV.to(wide, copy=True), logits_BTV.device
     if params.repetition_penalty != 1:
         seen_BTV = torch.zeros_like(scores, dtype=torch.bool)
         for b, ids in enumerate(seen):
