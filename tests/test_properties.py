@@ -216,8 +216,8 @@ def test_a_tree_is_the_best_part_of_a_larger_one():
 
 
 def test_a_merged_tree_accepts_what_either_source_would():
-    """Rows that repeat themselves, where copying pays: the tree of both sources accepts more than
-    the copied chain or the learned tree that are in it."""
+    """Rows where both sources find something: the tree of both accepts more than the copied chain
+    or the learned tree that are in it."""
     target = house()[0]
     prompts = [p for p in random_prompts([8, 9, 10], vocab=V, seed=5) for _ in range(4)]
     keys = [row_key(6, 0, i) for i in range(12)]
@@ -229,5 +229,5 @@ def test_a_merged_tree_accepts_what_either_source_would():
         got = engine.generate(prompts, params, keys)
         assert got.completion_ids == plain.completion_ids
         accept[arm.split("-")[0]] = got.stats.accept_length
-    assert accept["ngram"] > 1.2 and accept["eagle"] > 1.0, accept
+    assert min(accept["ngram"], accept["eagle"]) > 1.05, accept
     assert accept["merged"] > max(accept["eagle"], accept["ngram"]), accept
