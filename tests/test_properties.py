@@ -55,7 +55,7 @@ def check_caches(engine):
             continue
         _, taps = fresh.forward(tokens[None, :-1], torch.tensor([0]))
         for got, want in zip(engine.target.cache.layers, fresh.cache.layers, strict=True):
-            torch.testing.assert_close(got[slot, :end], want[0, :end], atol=1e-9, rtol=0)
+            torch.testing.assert_close(got[slot, :, :end], want[0, :, :end], atol=1e-9, rtol=0)
         if proposer in engine.drafters:
             kept, known = proposer._buffers, proposer._cached[slot]
             want = taps.features_BNF[0]
