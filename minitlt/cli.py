@@ -344,9 +344,9 @@ def warmup(
 
     Examples:
 
-        minitlt warmup 01_smollm2_cpu --seconds 300 --out drafters/smollm2
+        minitlt warmup 01_smollm2_cpu --seconds 300 --out drafters/mine
 
-        minitlt train 01_smollm2_cpu --drafter.start drafters/smollm2
+        minitlt train 01_smollm2_cpu --drafter.start drafters/mine
     """
     from minitlt.config import load_config
 
@@ -459,7 +459,7 @@ def doctor() -> None:
 def bench(context: typer.Context) -> None:
     """Run a benchmark of the repository.
 
-    minitlt bench rollout|step|kernels|drafter [OPTIONS ..]
+    minitlt bench rollout|step|kernels|drafter|match_rate [OPTIONS ..]
 
     Examples:
 
@@ -474,7 +474,7 @@ def bench(context: typer.Context) -> None:
     if name == "--help":
         print(context.command.help)
         return
-    scripts = {path.stem: path for path in folder.glob("*.py")}
+    scripts = {p.stem: p for p in folder.glob("*.py") if not p.stem.endswith("_peer")}
     if not scripts:
         _fail("the benchmarks come with the repository: clone it and run this there")
     if name not in scripts:

@@ -81,7 +81,8 @@ class RolloutConfig:
                 raise ConfigError(f"rollout.{name}: {value!r} is not one of {', '.join(allowed)}")
         if not 0 <= self.epsilon <= 1:
             raise ConfigError(f"rollout.epsilon: {self.epsilon} is not between 0 and 1")
-        for name, least in (("window", 1), ("prefill_chunk", 1), ("check_every", 0)):
+        least_of = {"window": 1, "prefill_chunk": 1, "check_every": 0, "max_rows": 0, "cache_gb": 0}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"rollout.{name}: must be at least {least}")
 

@@ -3,17 +3,17 @@
 The idea (EAGLE-3, arXiv 2503.01840). The target has already computed, at every committed position,
 hidden states that say most of what comes next. `fc` fuses three of them (low, mid and high layers)
 into one *feature* h; a single decoder layer reads the pair (embedding of the next token, h) and its
-output is both a guess of the next token and the h of the pair after it, so the model can run on
+output is both a draft of the next token and the h of the pair after it, so the model can run on
 from its own output:
 
-    pair t = (x_{t+1}, h_t), rope position t, guesses x_{t+2}
+    pair t = (x_{t+1}, h_t), rope position t, drafts x_{t+2}
     x_2H   = [norm_in(embed(x_{t+1})), norm_h(h_t)]            queries, keys and values read this
     h'     = h_t + out(attention(x_2H));  h' = h' + mlp(norm_post(h'))
     logits = head(norm(h'));              h_{t+1} := h'        (the state before the norm)
 
 Two matrices belong to the target: the embedding and, unless `own_head`, the head rows. They are
 tied by reference (`tie`), never copied, so a policy update cannot leave them behind. The drafter
-may guess from a reduced vocabulary: `ids_V` holds the target ids it knows, ascending.
+may draft from a reduced vocabulary: `ids_V` holds the target ids it knows, ascending.
 
 Left out: the flags of EAGLE 3.1 (post-norm recurrence, a norm per tap) and attention biases; no
 engine needs them of a drafter trained here. More than one layer, other rope types than the static
@@ -58,7 +58,7 @@ class DrafterConfig:
         "where the drafter starts: target (last MLP, high tap and head rows are copied), random, "
         "smollm2 (warm, comes with the package), or a folder with a saved or exported drafter",
     )
-    draft_vocab_size: int = option(4096, "tokens the drafter can guess; 0 is the full vocabulary")
+    draft_vocab_size: int = option(4096, "tokens the drafter can propose; 0 is the full vocabulary")
     train_head: bool = option(True, "own, trained head rows; otherwise the target's, by reference")
     serve_dtype: str = option(
         "auto", "weights of proposals: auto (bfloat16 where products have it), float32, bfloat16"

@@ -77,7 +77,10 @@ class StepGraphs:
         self._graphs: dict[tuple[int, int], tuple[Inputs, Callable[[], Any], Outputs]] = {}
 
     def clear(self) -> None:
+        """Forgets all graphs; the next capture gets a pool of its own."""
         self._graphs.clear()
+        if isinstance(self._capture, CudaCapture):
+            self._capture = CudaCapture()
 
     def __call__(self, tokens_BT: Tensor, lengths_B: Tensor, parents_BT: Tensor | None) -> Outputs:
         """parents_BT None means a chain. Slots up to `row_bucket(B)` must be reserved."""

@@ -13,7 +13,7 @@ searched and appending a token costs one dict entry.
 Left out: a suffix automaton (it finds matches whose last tokens are frequent and far back, at ten
 times the memory); counts of how often each continuation occurred.
 
-How to run: `pytest tests/test_drafter.py -k "ngram or merge"`.
+How to run: `pytest tests/test_ngram.py`.
 
 Shape suffixes: B rows, T nodes.
 """

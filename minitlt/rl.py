@@ -392,7 +392,7 @@ class RunLogCallback(TrainerCallback):
         fields = {name: mean.get(name) for name in ("reward", "reward_std", "mean_length")}
         fields |= {name: mean[name] for name in ("kl", "entropy") if name in mean}
         seconds = mean.get("step_seconds", 0.0)
-        update = max(seconds - mean.get("rollout", 0.0), 0.0)
+        update = max(seconds - sum(news["rollout"]), 0.0)  # of all its generations
         self.fields = {"step": state.global_step, "seconds": update, "step_seconds": seconds}
         self.fields |= fields
         if not control.should_log:

@@ -26,6 +26,7 @@ How to run: `minitlt simulate RUN --ranks 8 --nodes 4`.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import random
 from collections import defaultdict
@@ -113,7 +114,9 @@ def measure(events: list[Event]) -> Costs:
         extra += _mean_of_slowest(events, "harvest_end", "harvested_s")
     idle = sum(w["available_s"] for w in windows)
     longest = {n: max(map(_longest, ends)) for n, ends in by_step(events, "rollout_end").items()}
-    rest = [(1.0, longest[n], max(u["seconds"] - extra, 0.0)) for n, u in updates.items()]
+    # A step that trains on an earlier generation has no rollout of its own.
+    before = {n: max((g for g in longest if g <= n), default=min(longest)) for n in updates}
+    rest = [(1.0, longest[before[n]], max(u["seconds"] - extra, 0.0)) for n, u in updates.items()]
     return Costs(
         token={b: seconds[b] / depth[b] for b in depth if depth[b] and seconds[b]},
         plain=_plain_cost([end["arms"]["off"] for end in rollouts if "off" in end["arms"]]),
@@ -223,8 +226,15 @@ def measured(events: list[Event]) -> tuple[float, float]:
 
 
 def foretell(events: list[Event]) -> tuple[float, float]:
-    """(simulated, measured) mean seconds of the even steps, with costs from the odd ones alone."""
-    odd, even = ([e for e in events if e.get("step", 0) % 2 == parity] for parity in (1, 0))
+    """(simulated, measured) mean seconds of every second generation's steps, with the costs of the
+    others alone. ValueError if there are not two."""
+    starts = sorted(by_step(events, "rollout_end"))
+    if len(starts) < 2:
+        raise ValueError("the run log holds one rollout; half of it cannot foretell the other")
+    parts: list[list[Event]] = [[], []]
+    for event in events:
+        parts[(bisect.bisect_right(starts, event.get("step", 0)) - 1) % 2].append(event)
+    odd, even = parts
     told = replay(measure(odd), recorded_lengths(even), _most_slots(events)).tlt
     return told, measured(even)[0]
 

@@ -460,12 +460,14 @@ class RolloutEngine:
         per_row = length * (self.target.cache_bytes_per_token + per_token)
         budget = self.cache_gb * 2**30 if self.cache_gb else self._fair_budget()
         fitting = int(budget // per_row)
-        if not fitting:
+        if fitting < 1:
             raise ValueError(
                 f"prompt {longest.index} needs {per_row / 2**30:.2f} GiB of cache and the budget "
                 f"is {budget / 2**30:.2f}; raise rollout.cache_gb or lower max_new_tokens"
             )
         self._num_slots = min(len(rows), fitting, self.max_rows or len(rows))
+        while self._num_slots > 1 and self.target.slots_for(self._num_slots) > fitting:
+            self._num_slots -= 1
         self.target.reserve(self._num_slots, length)
         for drafter in self.drafters:
             drafter.reserve(self._num_slots, length)

@@ -338,11 +338,12 @@ class SpotTrainer:
             self._settle_vocab()
         return Receipt(step, self.rank)
 
-    def _settle_vocab(self) -> None:
+    def _settle_vocab(self, choose: bool = True) -> None:
         """Before the run's first train step all ranks take one draft vocabulary: that of the rank
         which is done first. Later ones come from all ranks' rows, after a merge."""
         if not self._vocab_settled and not self.trainable.version:
-            first = self._ranks.first("vocab", json.dumps(self.trainable.choose_vocab()))
+            mine = json.dumps(self.trainable.choose_vocab()) if choose else ""
+            first = self._ranks.first("vocab", mine)
             self.trainable.set_vocab(json.loads(first))
         self._vocab_settled = True
 
@@ -439,7 +440,7 @@ class SpotTrainer:
             if read is None:
                 continue
             tensors, header = read
-            self._settle_vocab()
+            self._settle_vocab(choose=False)  # who published has chosen
             self.trainable.load(tensors, header["version"])
             self._freshest, seconds = _freshness(header), self.clock() - started
             self._next_swap = started + seconds / SWAP_SHARE

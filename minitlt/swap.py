@@ -18,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -32,7 +33,7 @@ from safetensors import SafetensorError, safe_open
 from minitlt.common import write_atomically
 
 FORMAT = "minitlt-swap-1"
-_SHARED = "/dev/shm"
+_SHARED, _PREFIX = "/dev/shm", "minitlt-swap-"
 NUMBERS = ("step", "window", "drafter_steps", "version", "rank")  # of the header, beside crc32
 
 _KINDS = {
@@ -59,7 +60,7 @@ class SharedFiles:
         if not directory.is_dir():
             raise ValueError(f"{directory}, where the ranks share drafters, does not exist here")
         sweep(directory)
-        self.directory, folder = directory, directory / f"minitlt-{token}"
+        self.directory, folder = directory, directory / f"{_PREFIX}{token}"
         paths = [folder / f"r{r}.safetensors" for r in range(world_size)]
         self.own = paths[rank]
         self.others = {other: path for other, path in enumerate(paths) if other != rank}
@@ -96,13 +97,17 @@ def sweep(directory: Path | None = None) -> None:
             if os.path.isdir(place):
                 sweep(Path(place))
         return
-    for folder in directory.glob("minitlt-*"):
-        # OSError: gone, not a folder, another user's, or (BlockingIOError) a process lives in it.
+    for folder in directory.glob(f"{_PREFIX}*"):
+        # OSError: gone, not a folder, another user's, with a file that is not ours in it, or
+        # (BlockingIOError) a process lives in it.
         with suppress(OSError):
             lock = _open_own(folder)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
+                for path in folder.glob("r*"):
+                    if re.fullmatch(r"r\d+\.(safetensors|tmp)", path.name):
+                        path.unlink()
+                folder.rmdir()
             finally:
                 os.close(lock)
 

@@ -56,6 +56,10 @@ class Target:
         self.device, self.dtype, self.act_dtype = device, dtype, act
         self.cache = SlotCache(self.shape, act, device)
 
+    def slots_for(self, num_rows: int) -> int:
+        """How many slots `reserve` takes for this many rows."""
+        return num_rows
+
     def reserve(self, num_slots: int, length: int) -> None:
         self.cache.reserve(num_slots, length)
 
@@ -271,12 +275,15 @@ class LlamaTarget(Target):
             and rope.get("partial_rotary_factor", 1.0) == 1.0
         )
 
+    def slots_for(self, num_rows: int) -> int:
+        # The slots behind the last row are for the padding rows of captured graphs.
+        return num_rows if self._graphs is None else row_bucket(num_rows)
+
     def reserve(self, num_slots: int, length: int) -> None:
-        if self._graphs is not None:
-            num_slots = row_bucket(num_slots)  # the slots behind the last row are for padding
-        before = self.cache.layers
+        num_slots = self.slots_for(num_slots)
+        before = self.cache.num_slots, self.cache.length
         super().reserve(num_slots, length)
-        if self._graphs is not None and self.cache.layers is not before:
+        if self._graphs is not None and (self.cache.num_slots, self.cache.length) != before:
             self._graphs.clear()
         if self._turn.shape[0] < self.cache.length:
             position = torch.arange(self.cache.length, device=self.device, dtype=torch.float32)

@@ -8,21 +8,21 @@ from minitlt.draft import Draft, Drafter, chain_parents
 
 
 class ScriptedDrafter(Drafter):
-    """Chains whose n-th guess is `guess(truth, row, n)`; truth is the plain engine's next token.
+    """Chains whose n-th draft is `draft(truth, row, n)`; truth is the plain engine's next token.
 
     With `width` > 1 a tree: every node gets `width` children, one of them (which, by turns) the
-    scripted guess and the others wrong, and the scripted child alone goes on growing.
+    scripted draft and the others wrong, and the scripted child alone goes on growing.
     """
 
     def __init__(
         self,
         known: dict[int, tuple[int, list[int]]],
-        guess: Callable[[int, int, int], int],
+        draft: Callable[[int, int, int], int],
         *,
         name: str = "scripted",
         vocab: int = 97,
     ) -> None:
-        self.known, self.guess, self.name, self.vocab = known, guess, name, vocab
+        self.known, self.draft, self.name, self.vocab = known, draft, name, vocab
         self.calls = 0
 
     def propose(self, rows, depth, width, nodes):
@@ -36,10 +36,10 @@ class ScriptedDrafter(Drafter):
             for n in range(depth):
                 at = int(position) - prompt_length + n
                 truth = completion[at] if at < len(completion) else 0
-                guess = self.guess(truth, row, n) % self.vocab
+                draft = self.draft(truth, row, n) % self.vocab
                 turn = n % width
-                children = [(guess + 1 + i) % self.vocab for i in range(width)]
-                children[turn] = guess
+                children = [(draft + 1 + i) % self.vocab for i in range(width)]
+                children[turn] = draft
                 parents += [spine] * width
                 spine = len(tokens[row]) + turn
                 tokens[row] += children
@@ -57,11 +57,11 @@ def anti_oracle(truth: int, row: int, n: int) -> int:
 
 
 def oracle_then_wrong(truth: int, row: int, n: int) -> int:
-    """Row r is right for r % 4 guesses, so rows accept different counts in one step."""
+    """Row r is right for r % 4 drafts, so rows accept different counts in one step."""
     return truth + (n >= row % 4)
 
 
-def random_guess(seed: int = 0) -> Callable[[int, int, int], int]:
+def random_draft(seed: int = 0) -> Callable[[int, int, int], int]:
     generator = torch.Generator().manual_seed(seed)
     return lambda truth, row, n: int(torch.randint(0, 97, (1,), generator=generator))
 
@@ -70,5 +70,5 @@ SCRIPTS = {
     "oracle": oracle,
     "anti_oracle": anti_oracle,
     "oracle_then_wrong": oracle_then_wrong,
-    "random": random_guess(),
+    "random": random_draft(),
 }

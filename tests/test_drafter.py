@@ -424,7 +424,7 @@ def test_cache_equals_a_fresh_prefill_after_every_round(width):
     world.propose(depth, width)
     world.check_cache()
     world.admit(9, seed=40)  # a refilled slot
-    world.emit([40, 1, 2])  # much at once: filled before, not with, the first guess
+    world.emit([40, 1, 2])  # much at once: filled before, not with, the first draft
     world.propose(depth, width)
     world.check_cache()
     world.emit([1, 2, 1])
@@ -512,7 +512,7 @@ def test_a_full_tree_is_every_combination():
     assert sorted(draft.parents_BT[0].tolist()) == [-1] + [0] * 3 + sorted([1, 2, 3] * 3)
     chain = world.propose(2)
     root_child = draft.tokens_BT[0, draft.parents_BT[0] == 0].tolist()
-    assert chain.tokens_BT[0, 1] in root_child  # the chain's first guess is one of the tree's
+    assert chain.tokens_BT[0, 1] in root_child  # the chain's first draft is one of the tree's
     small = world.propose(2, 3, nodes=2)
     assert small.tokens_BT.shape == (1, 3)
     assert set(small.tokens_BT[0, small.parents_BT[0] == 0].tolist()) <= set(root_child)

@@ -90,7 +90,7 @@ def test_same_tokens_when_the_weights_are_swapped_in_mid_rollout(plain):
 
 
 def coverage(trainer):
-    """The part of the expected response tokens that the drafter can guess at all."""
+    """The part of the expected response tokens that the drafter can propose at all."""
     counts = trainer.buffer.counts()
     return int(counts[trainer.drafter.ids_V].sum()) / int(counts.sum())
 

@@ -161,7 +161,9 @@ class Run:
         assert len(self.ranks) == 2
         opened = [Path(f"/proc/{rank.pid}/fd") for rank in self.ranks]
         names = [os.readlink(fd) for folder in opened for fd in folder.iterdir() if fd.is_symlink()]
-        self.folders = {Path(name) for name in names if "/minitlt-" in name and "/shm/" in name}
+        self.folders = {
+            Path(name) for name in names if "/minitlt-swap-" in name and "/shm/" in name
+        }
         assert len(self.folders) == 1
 
     def shared(self):

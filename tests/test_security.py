@@ -138,7 +138,7 @@ def test_names_in_shared_memory_cannot_be_guessed(tmp_path):
     for _ in range(2):
         made = SpotTrainer(Weight(), dist.HashStore(), 0, 1, shared_dir=tmp_path)
         (folder,) = tmp_path.iterdir()
-        assert re.fullmatch(r"minitlt-[0-9a-f]{32}", folder.name)
+        assert re.fullmatch(r"minitlt-swap-[0-9a-f]{32}", folder.name)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         names.add(folder.name)
         made.close()

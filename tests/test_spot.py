@@ -178,7 +178,7 @@ def lost_in_tail(rank: int, store: dist.Store, folder: str) -> dict[str, Any]:
     with pytest.raises(RuntimeError) as caught:
         trains.harvest(3)
     took = time.monotonic() - started
-    left = sorted(path.name for path in Path(folder).glob("minitlt-*/*"))
+    left = sorted(path.name for path in Path(folder).glob("minitlt-swap-*/*"))
     trains.close()
     with_next = SpotTrainer(FakeTrainer(), dist.HashStore(), 0, 1, shared_dir=folder)
     with_next.close()
@@ -508,7 +508,7 @@ def test_publisher_killed_while_writing(tmp_path: Path) -> None:
     for wait in (0.0, 0.013, 0.029):
         process = PROCESSES.Process(target=_publish_for_ever, args=(str(tmp_path),))
         process.start()
-        path, deadline = tmp_path / "minitlt-killed_run/r0.safetensors", time.monotonic() + 20
+        path, deadline = tmp_path / "minitlt-swap-killed_run/r0.safetensors", time.monotonic() + 20
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.001)
         mapped, numbers = swap.read_drafter(path, like)
@@ -519,7 +519,7 @@ def test_publisher_killed_while_writing(tmp_path: Path) -> None:
         tensors, numbers = swap.read_drafter(path, like)
         assert (tensors["weight"] == numbers["version"]).all()
     after = swap.SharedFiles(tmp_path, "next_run_1", 0, 1)
-    assert sorted(os.listdir(tmp_path)) == ["minitlt-next_run_1"]
+    assert sorted(os.listdir(tmp_path)) == ["minitlt-swap-next_run_1"]
     after.remove()
 
 
@@ -556,10 +556,21 @@ def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_sweep_takes_only_what_is_ours(tmp_path: Path) -> None:
+    mine = [tmp_path / name for name in ("minitlt-run/notes.txt", "minitlt-swap-old/notes.txt")]
+    for path in mine:
+        path.parent.mkdir(mode=0o700)
+        path.write_text("keep")
+    (tmp_path / "minitlt-swap-old/r0.safetensors").write_text("of a dead rank")
+    swap.sweep(tmp_path)
+    assert all(path.exists() for path in mine)
+    assert len(list(tmp_path.glob("*/*"))) == 2
+
+
 def test_folders_that_others_can_enter_are_not_used(tmp_path: Path) -> None:
-    (tmp_path / "minitlt-public").mkdir(mode=0o755)
+    (tmp_path / "minitlt-swap-public").mkdir(mode=0o755)
     (tmp_path / "elsewhere").mkdir(mode=0o700)
-    (tmp_path / "minitlt-link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "minitlt-swap-link").symlink_to(tmp_path / "elsewhere")
     for token in ("public", "link"):
         with pytest.raises(OSError):
             swap.SharedFiles(tmp_path, token, 0, 1)
