@@ -86,8 +86,7 @@ options = st.sampled_from([
 ])  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
-@given(
+any_rollout = given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4),
     group=st.integers(1, 3),
     max_new=st.integers(1, 16),
@@ -100,7 +99,9 @@ options = st.sampled_from([
     seed=st.integers(0, 2**31),
     data=st.data(),
 )
-def test_any_rollout_equals_plain(
+
+
+def check_rollout(
     lengths, group, max_new, stops, temperature, extra, chosen, max_rows, chunk, seed, data
 ):
     prompts = [p for p in random_prompts(lengths, vocab=V, seed=seed) for _ in range(group)]
@@ -131,12 +132,18 @@ def test_any_rollout_equals_plain(
         assert [len(a) for a in got.accepted] == [len(c) for c in got.completion_ids]
 
 
+test_any_rollout_equals_plain = settings(max_examples=12, deadline=None)(any_rollout(check_rollout))
+test_many_rollouts_equal_plain = pytest.mark.slow(
+    settings(max_examples=200, deadline=None)(any_rollout(check_rollout))
+)
+
+
 @functools.cache
 def little():
     return make_target(tiny_model(num_hidden_layers=1, max_position_embeddings=64))
 
 
-@pytest.mark.parametrize("max_rows", [1, 48, 0])
+@pytest.mark.parametrize("max_rows", [pytest.param(1, marks=pytest.mark.slow), 48, 0])
 def test_512_rows_in_one_slot_in_waves_and_at_once(max_rows):
     """Every row is what it would be alone; a prompt of context - 1 has room for one token."""
     lengths = [1 + 9 * i % 40 for i in range(509)] + [63, 62, 1]
