@@ -344,6 +344,8 @@ class SpotTrainer:
         if not self._vocab_settled and not self.trainable.version:
             mine = json.dumps(self.trainable.choose_vocab()) if choose else ""
             first = self._ranks.first("vocab", mine)
+            if not first:
+                return
             self.trainable.set_vocab(json.loads(first))
         self._vocab_settled = True
 
