@@ -454,6 +454,8 @@ class Lab:
 
 def pair(options: argparse.Namespace) -> dict[str, Any]:
     """Starts both ranks of part 4 and returns what rank 1, the straggler, measured."""
+    from minitlt.launch import free_port
+
     folder = Path(tempfile.mkdtemp(prefix="drafter-pair-"))
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
            "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}  # fmt: skip
@@ -467,14 +469,6 @@ def pair(options: argparse.Namespace) -> dict[str, Any]:
         for rank in ranks:
             rank.kill()
     return dict(json.loads((folder / "straggler.json").read_text()))
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def pair_rank(options: argparse.Namespace) -> int:

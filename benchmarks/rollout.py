@@ -37,7 +37,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -255,6 +255,8 @@ class Bench:
         return result
 
     def one_repeat(self, plain: Any, spec: Any, num: int, repeat: int) -> dict[str, Any]:
+        from minitlt.run import count_mismatches
+
         first = repeat * num if repeat * num + num <= 64 else 0
         prompts = self.prompts[first : first + num]
         params, row_keys = self.sampling(self.options.new), keys(num, 40 + repeat)
@@ -274,7 +276,7 @@ class Bench:
         return {
             "rates": rates,
             "ratio": rates["spec"] / rates["plain"],
-            "mismatches": differing(want.completion_ids, got.completion_ids),
+            "mismatches": count_mismatches(want.completion_ids, got.completion_ids),
             "accept_length": got.stats.accept_length,
             "arms": arms,
             "tokens": got.stats.tokens,
@@ -437,14 +439,6 @@ def keys(num: int, generation: int) -> list[int]:
     from minitlt.kernels import row_key
 
     return [row_key(0, generation, i) for i in range(num)]
-
-
-def differing(want: Iterable[list[int]], got: Iterable[list[int]]) -> int:
-    """Tokens that are not the same at the same place; a missing one counts."""
-    pairs = list(zip(want, got, strict=True))
-    return sum(
-        sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b)) for a, b in pairs
-    )
 
 
 def milliseconds(run: Callable[[], Any]) -> float:

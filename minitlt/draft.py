@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # rotary types whose angles never change
 MAX_NODES = 64  # ancestor sets are one int64 bit mask per node
 
 

@@ -40,10 +40,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minitlt.common import option, reading, write_atomically
-from minitlt.draft import default_taps
+from minitlt.draft import STATIC_ROPE, default_taps
 
 FILE = "drafter.safetensors"
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 LOSSES = ("lk", "kl", "tv")
 TAP_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SCALE = ".scale"  # of a matrix that is stored in int8

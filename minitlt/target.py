@@ -33,12 +33,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitlt.draft import MAX_NODES, Taps
+from minitlt.draft import MAX_NODES, STATIC_ROPE, Taps
 from minitlt.graphs import StepGraphs, row_bucket
 from minitlt.slots import SlotCache, Step, TargetShape, attend, plan_step
 
 _FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _SAFE_ROWS = 4  # from here on a row of a product has the same bits in any company
 
 Named = Iterable[tuple[str, Tensor]]
@@ -271,7 +270,7 @@ class LlamaTarget(Target):
         return (
             config.model_type in _FUSED_TYPES
             and getattr(config, "hidden_act", "silu") == "silu"
-            and rope.get("rope_type", "default") in _STATIC_ROPE
+            and rope.get("rope_type", "default") in STATIC_ROPE
             and rope.get("partial_rotary_factor", 1.0) == 1.0
         )
 
