@@ -281,8 +281,8 @@ class Lab:
         return [row_key(0, generation, i) for i in range(num)]
 
     def rows_of(self, prompts: list[list[int]]) -> list[Any]:
-        """Completions of the policy with their taps, plainly decoded, 32 rows at a time."""
-        parts = self.parts("target", ["off"])
+        """Completions of the policy with their taps, 32 rows at a time."""
+        parts = self.parts("target", ["eagle-1"])  # with `off` alone no drafter is fed
         parts.engine.max_rows = 32
         parts.engine.generate(prompts, self.params(), self.keys(len(prompts), 1))
         return list(parts.trainer.buffer.rows)
