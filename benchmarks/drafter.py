@@ -287,32 +287,32 @@ class Lab:
         parts.engine.generate(prompts, self.params(), self.keys(len(prompts), 1))
         return list(parts.trainer.buffer.rows)
 
-    def saved(self, which: int) -> list[dict[str, Any]]:
-        """What the ranks' drafter trainers saved in a checkpoint: 0 the newest, -1 the oldest."""
-        from safetensors.torch import load_file
-
+    def checkpoint(self, which: int) -> Path:
+        """Our part of a checkpoint, which is also a drafter's folder: 0 the newest, -1 the
+        oldest."""
         from minitlt.run import checkpoints
 
-        folder = checkpoints(self.run / "checkpoints")[which] / "minitlt"
-        states = [load_file(path) for path in sorted(folder.glob("rank*.safetensors"))]
-        return [
-            {n.removeprefix("trainer."): t for n, t in s.items() if n.startswith("trainer.")}
-            for s in states
-        ]
+        return checkpoints(self.run / "checkpoints")[which] / "minitlt"
 
-    def frozen(self) -> Path:
-        """The drafter as it was after a third of the run, saved where `drafter.start` finds it."""
-        from minitlt.eagle3 import load_drafter, save_drafter
+    def buffers(self) -> list[Any]:
+        """The ranks' replay buffers at the end of the run."""
+        from minitlt.distill import ReplayBuffer
+        from minitlt.tensorfile import read_tensors
 
-        drafter, state = load_drafter(self.run / "drafter"), self.saved(-1)[0]
-        drafter.load_state_dict({n: state[f"drafter.{n}"] for n in drafter.state_dict()})
-        return save_drafter(self.run / "frozen", drafter).parent
+        buffers, name = [], "trainer.buffer."
+        for path in sorted(self.checkpoint(0).glob("rank*.safetensors")):
+            state = read_tensors(path)[0].items()
+            buffers.append(ReplayBuffer(vocab_size=self.model.config.vocab_size))
+            buffers[-1].load_state_dict(
+                {n.removeprefix(name): t for n, t in state if n.startswith(name)}
+            )
+        return buffers
 
     def by_position(self) -> dict[str, Any]:
         """Identical fresh rollouts, one engine per drafter."""
         sources = {
             "adaptive": (str(self.run / "drafter"), "eagle-4"),
-            "frozen": (str(self.frozen()), "eagle-4"),
+            "frozen": (str(self.checkpoint(-1)), "eagle-4"),
             "ngram": ("target", "ngram-4"),
         }
         num = 8 if self.options.quick else 24
@@ -344,15 +344,9 @@ class Lab:
     def harvest(self, start: str) -> dict[str, Any]:
         """Trains a drafter on all that the run's replay buffers hold at its end, for `seconds` of
         CPU; its acceptance on fresh tokens before and after."""
-        from minitlt.distill import ReplayBuffer
-
         parts = self.parts(start, ["off"])
         trainer, buffer = parts.trainer, parts.trainer.buffer
-        for state in self.saved(0):
-            one = ReplayBuffer(vocab_size=self.model.config.vocab_size)
-            one.load_state_dict(
-                {n.removeprefix("buffer."): t for n, t in state.items() if n.startswith("buffer.")}
-            )
+        for one in self.buffers():
             for row in one.rows:
                 buffer.add(row.tokens_L.tolist(), row.prompt_len, row.features_NF, row.hidden_NH)
         before = acceptance(parts.drafter, self.fresh)
@@ -379,37 +373,29 @@ class Lab:
         return {"acceptance_pos1_warm": self.harvest("smollm2")}
 
     def storage(self) -> dict[str, Any]:
-        """Replay buffer at the end of the run; a checkpoint of the trainable tensors alone (what
+        """Replay buffer at the end of the run; the drafter's file in a run's checkpoints (what
         training waits for, and until it is on the disk) against one of all that a drafter and its
-        optimizer hold, the target's two matrices included."""
-        from safetensors.torch import save_file
-        from torch.distributed import HashStore
+        optimizer hold, the target's two matrices included, for which training waits."""
+        from minitlt.common import write_atomically
+        from minitlt.tensorfile import write_tensors
 
-        from minitlt.spot import SpotTrainer
-
-        state = self.saved(0)[0]
-        taps = [t for n, t in state.items() if n in ("buffer.features", "buffer.hidden")]
-        trainer = self.parts(str(self.run / "drafter"), ["off"]).trainer
-        spot = SpotTrainer(trainer, HashStore(), 0, 1)
-        path = self.run / "selective.safetensors"
+        buffer = self.buffers()[0]
+        parts = self.parts(str(self.run / "drafter"), ["off"])
+        path, everything = self.run / "selective.safetensors", self.run / "full.safetensors"
         started = time.perf_counter()
-        written = spot.checkpoint(path)
+        written = parts.spot.checkpoint(path)
         blocked = time.perf_counter() - started
         written.result()
         selective = time.perf_counter() - started
-        spot.close()
-        full = {f"drafter.{n}": t.detach().clone() for n, t in trainer.tensors().items()}
-        full |= {f"optimizer.{n}": t for n, t in trainer.optimizer_tensors().items()}
-        full |= {"embed": self.model.get_input_embeddings().weight.detach().clone()}
-        full |= {"lm_head": self.model.get_output_embeddings().weight.detach().clone()}
-        everything = self.run / "full.safetensors"
+        parts.spot.close()
+        full = {**parts.trainer.tensors(), **parts.trainer.optimizer_tensors()}
+        full |= {"embed": self.model.get_input_embeddings().weight.clone()}
+        full |= {"lm_head": self.model.get_output_embeddings().weight.clone()}
         started = time.perf_counter()
-        save_file(full, everything)
-        with open(everything, "rb") as file:
-            os.fsync(file.fileno())
+        write_atomically(everything, lambda beside: write_tensors(beside, full, {}))
         return {
-            "buffer_bytes": sum(t.nbytes for t in taps),
-            "buffer_tokens": len(state["buffer.tokens"]),
+            "buffer_bytes": sum(r.features_NF.nbytes + r.hidden_NH.nbytes for r in buffer.rows),
+            "buffer_tokens": buffer.num_tokens,
             "checkpoint_full_seconds": time.perf_counter() - started,
             "checkpoint_full_bytes": everything.stat().st_size,
             "checkpoint_selective_seconds": selective,
@@ -537,7 +523,7 @@ class PairRounds:
         from minitlt.spec import Arm, Bandit, SamplingParams
 
         parts = self.parts
-        parts.trainer.load(self.start, 0)
+        parts.trainer.load({**self.start, "ids_V": parts.drafter.ids_V}, 0)
         with torch.no_grad():  # the head has the rows of the vocabulary chosen since
             parts.drafter.head.copy_(parts.drafter.target_rows())
         for moment in parts.trainer.optimizer_tensors().values():

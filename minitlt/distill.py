@@ -38,7 +38,14 @@ import torch
 from torch import Tensor, nn
 
 from minitlt.common import by_piece
-from minitlt.eagle3 import DrafterConfig, Eagle3Drafter, Pack, choose_vocab, product_dtype
+from minitlt.eagle3 import (
+    DrafterConfig,
+    Eagle3Drafter,
+    Pack,
+    choose_vocab,
+    file_header,
+    product_dtype,
+)
 from minitlt.kernels import draft_loss
 
 _FIRST_SIZE = 64  # pairs of the first step, before anything is known about speed
@@ -255,7 +262,7 @@ class DrafterTrainer:
     ) -> None:
         self.drafter, self.buffer = drafter, buffer
         self.config = config = config or DrafterConfig()
-        self.version = 0
+        self.version, self.header = 0, file_header(drafter.config)
         self.rate_scale = 1.0  # a schedule of the owner's, e.g. warm-up's fall to the end
         buffer.target_head = drafter.target_head
         self.random = torch.Generator().manual_seed(config.seed)
@@ -348,7 +355,7 @@ class DrafterTrainer:
     # What merging and hot swap need (spot.Trainable).
 
     def tensors(self) -> dict[str, Tensor]:
-        return dict(self.drafter.named_parameters())
+        return {**dict(self.drafter.named_parameters()), "ids_V": self.drafter.ids_V}
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         return {
@@ -361,6 +368,7 @@ class DrafterTrainer:
         own = self.tensors()
         if set(tensors) != set(own):
             raise ValueError(f"not the drafter's tensors: {sorted(set(tensors) ^ set(own))}")
+        self.set_vocab(tensors["ids_V"].tolist())
         with torch.no_grad():
             for name, tensor in tensors.items():
                 own[name].copy_(tensor)
@@ -409,24 +417,23 @@ class DrafterTrainer:
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Weights, optimizer, buffer, generator and counters, as a flat dict of tensors."""
-        state = {f"drafter.{k}": v.detach() for k, v in self.drafter.state_dict().items()}
-        state |= {f"optimizer.{k}": v for k, v in self.optimizer_tensors().items()}
+        """Optimizer, buffer, generator and step size, as a flat dict of tensors: what `tensors`
+        and `version` lack of the whole."""
+        state = {f"optimizer.{k}": v for k, v in self.optimizer_tensors().items()}
         state |= {f"buffer.{k}": v for k, v in self.buffer.state_dict().items()}
-        state["version"] = torch.tensor(self.version)
         state["size"] = torch.tensor(self._size, dtype=torch.float64)
         state["random"] = self.random.get_state()
         return {name: tensor.clone() for name, tensor in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continues exactly where `state_dict` was taken (for the same sizes and config)."""
+        """After `load`: continues exactly where `state_dict` was taken (for the same sizes and
+        config)."""
         parts = by_piece(state)
-        self.drafter.load_state_dict(parts["drafter"])
         own = self.optimizer_tensors()
         if set(own) != set(parts["optimizer"]):
             raise ValueError("the checkpoint belongs to another drafter")
         for name, tensor in parts["optimizer"].items():
             own[name].copy_(tensor)
         self.buffer.load_state_dict(parts["buffer"])
-        self.version, self._size = int(state["version"]), float(state["size"])
+        self._size = float(state["size"])
         self.random.set_state(state["random"].cpu())

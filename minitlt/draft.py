@@ -5,7 +5,7 @@ committed token, whose keys and values the target has not computed yet. Every ot
 parent by index, parents come before children, and a chain is the tree whose node n hangs on n-1.
 The engine and the drafters both import this module and never each other.
 
-How to run: `pytest tests/test_drafter.py -k draft_module`.
+How to run: `pytest tests/test_eagle3.py -k draft_module`.
 
 Shape suffixes: B rows, T tree nodes (root included), K = T - 1 drafts, N positions, F = 3H tapped
 width, H hidden, V vocab.

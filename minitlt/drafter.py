@@ -34,7 +34,6 @@ read, F = 3H taps, H hidden, V draft vocabulary, P pool of candidate nodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -42,29 +41,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minitlt.draft import Draft, Drafter, RowState, Taps, chain_parents
-from minitlt.eagle3 import (
-    DrafterConfig,
-    Eagle3Config,
-    Eagle3Drafter,
-    load_drafter,
-    save_drafter,
-    start_from_target,
-)
+from minitlt.eagle3 import DrafterConfig, Eagle3Drafter
 from minitlt.kernels import gumbel_topk
-from minitlt.ngram import MergedDrafter, NgramDrafter, merge_drafts
-
-__all__ = [
-    "DrafterConfig",
-    "Eagle3Config",
-    "Eagle3Drafter",
-    "Eagle3Proposer",
-    "MergedDrafter",
-    "NgramDrafter",
-    "load_drafter",
-    "merge_drafts",
-    "save_drafter",
-    "start_from_target",
-]
 
 _TAIL = 16  # up to this many new pairs are computed together with the first draft
 _FILL = 512  # more are written first, this many at a time
@@ -194,19 +172,9 @@ class Eagle3Proposer(Drafter):
             self.sink.add(tokens, len(prompt), features.clone(), hidden.clone())
 
     def reload(self) -> None:
-        """Takes over the drafter's weights and draft vocabulary as they are now."""
-        self.load_state(self.drafter.state_dict())
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copies new weights (any subset, by `state_dict` name) into place. No row loses its taps;
-        every cache is computed again at the next proposal."""
-        own = self.model.state_dict()
-        unknown = set(state) - set(own)
-        if unknown:
-            raise ValueError(f"not tensors of the drafter: {', '.join(sorted(unknown))}")
-        with torch.no_grad():
-            for name, tensor in state.items():
-                own[name].copy_(tensor)
+        """Takes over the drafter's weights and draft vocabulary as they are now. No row loses its
+        taps; every cache is computed again at the next proposal."""
+        self.model.load_state_dict(self.drafter.state_dict())
         self.model.pack_weights()
         self._cached = [0] * self._num_slots
 

@@ -19,7 +19,7 @@ Left out: the flags of EAGLE 3.1 (post-norm recurrence, a norm per tap) and atte
 engine needs them of a drafter trained here. More than one layer, other rope types than the static
 ones (default, linear, llama3, yarn).
 
-How to run: `pytest tests/test_drafter.py`.
+How to run: `pytest tests/test_eagle3.py`.
 
 Shape suffixes: N pairs, M query pairs of a pack, S unrolled steps, H hidden, F = 3H taps, D head
 dim, V draft vocabulary (DV in file formats), W the target's vocabulary.
@@ -29,23 +29,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minitlt.common import option, reading, write_atomically
 from minitlt.draft import STATIC_ROPE, default_taps
+from minitlt.tensorfile import read_tensors, write_tensors
 
 FILE = "drafter.safetensors"
 LOSSES = ("lk", "kl", "tv")
 TAP_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SCALE = ".scale"  # of a matrix that is stored in int8
+_SIZES = "minitlt_drafter"  # in a file's header: the Eagle3Config, as JSON
 
 
 @dataclass
@@ -158,13 +158,7 @@ class Eagle3Config:
             raise ValueError("partial rotary embeddings are not supported by the drafter")
 
     @classmethod
-    def from_target(
-        cls,
-        config: Any,
-        drafter: DrafterConfig | None = None,
-        *,
-        tap_layers: tuple[int, int, int] | None = None,
-    ) -> Eagle3Config:
+    def from_target(cls, config: Any, drafter: DrafterConfig | None = None) -> Eagle3Config:
         """The drafter of this target (`config` is transformers'). A draft vocabulary above the
         target's is cut to it."""
         drafter = drafter or DrafterConfig()
@@ -182,18 +176,9 @@ class Eagle3Config:
             max_positions=config.max_position_embeddings,
             rope=rope_parameters(config),
             num_target_layers=layers,
-            tap_layers=tap_layers or default_taps(layers),
+            tap_layers=default_taps(layers),
             own_head=drafter.train_head,
         )
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Eagle3Config:
-        """The inverse of `dataclasses.asdict`; ValueError for missing or unknown names."""
-        names = {f.name for f in fields(cls)}
-        if set(values) != names:
-            odd = sorted(set(values) ^ names)
-            raise ValueError(f"drafter config: missing or unknown names: {', '.join(odd)}")
-        return cls(**{**values, "tap_layers": tuple(values["tap_layers"])})
 
     @property
     def reduced(self) -> bool:
@@ -563,17 +548,20 @@ def save_drafter(folder: str | Path, drafter: Eagle3Drafter, *, small: bool = Fa
 
     small: matrices in int8 with one scale per row, a quarter of the bytes.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {k: v.detach().cpu().contiguous() for k, v in drafter.state_dict().items()}
+    path, tensors = Path(folder) / FILE, dict(drafter.state_dict())
+    path.parent.mkdir(parents=True, exist_ok=True)
     for name in [name for name, tensor in tensors.items() if small and tensor.dim() == 2]:
         weight = tensors[name].float()
         scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
         tensors |= {name: (weight / scale).round().to(torch.int8), name + _SCALE: scale}
-    metadata = {"format": "pt", "minitlt_drafter": json.dumps(asdict(drafter.config))}
-    path = folder / FILE
-    write_atomically(path, lambda beside: save_file(tensors, beside, metadata))
-    return path
+    return write_atomically(
+        path, lambda beside: write_tensors(beside, tensors, file_header(drafter.config))
+    )
+
+
+def file_header(config: Eagle3Config) -> dict[str, str]:
+    """What a file of a drafter says beside its tensors, so that it can be loaded alone."""
+    return {_SIZES: json.dumps(asdict(config))}
 
 
 def load_drafter(
@@ -582,20 +570,18 @@ def load_drafter(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Eagle3Drafter:
-    """The drafter that `save_drafter` wrote, not yet tied. ValueError for any other file."""
+    """The drafter that `save_drafter` or a checkpoint wrote, not yet tied. ValueError for any
+    other file."""
     path = Path(folder) / FILE
     if not path.is_file():
         raise ValueError(f"{folder} holds no {FILE}")
+    tensors, header = read_tensors(path)
     with reading(path):
-        with safe_open(path, "pt") as file:
-            text = (file.metadata() or {}).get("minitlt_drafter")
-            if text is None:
-                raise ValueError("it was not written by save_drafter")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         for name in [name for name in tensors if name.endswith(_SCALE)]:
             plain = name.removesuffix(_SCALE)
             tensors[plain] = tensors[plain] * tensors.pop(name)
-        config = Eagle3Config.from_dict(json.loads(text))
+        sizes = json.loads(header[_SIZES])
+        config = Eagle3Config(**{**sizes, "tap_layers": tuple(sizes["tap_layers"])})
         drafter = Eagle3Drafter(config, dtype=dtype or tensors["fc"].dtype, device=device)
         drafter.load_state_dict(tensors)
     return drafter

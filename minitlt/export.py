@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,7 +42,6 @@ from minitlt.eagle3 import (
     default_taps,
     llama_config,
     load_drafter,
-    rope_parameters,
     save_drafter,
 )
 
@@ -242,20 +243,10 @@ def _read_config(
         raise ValueError(f"drafters with {layer['hidden_act']} are not supported")
     if (values.get("target_hidden_size") or layer["hidden_size"]) != layer["hidden_size"]:
         raise ValueError("drafters of another hidden size than their target are not supported")
-    heads = layer["num_attention_heads"]
     head = tensors.get("lm_head.weight")
-    config_like = type("Config", (), layer)
-    return Eagle3Config(
-        hidden_size=layer["hidden_size"],
-        intermediate_size=layer["intermediate_size"],
-        num_heads=heads,
-        num_kv_heads=layer.get("num_key_value_heads") or heads,
-        head_dim=layer.get("head_dim") or layer["hidden_size"] // heads,
-        vocab_size=layer["vocab_size"],
+    return replace(
+        Eagle3Config.from_target(SimpleNamespace(**{"num_hidden_layers": 1, **layer})),
         draft_vocab_size=layer["vocab_size"] if head is None else len(head),
-        rms_norm_eps=layer["rms_norm_eps"],
-        max_positions=layer["max_position_embeddings"],
-        rope=rope_parameters(config_like),
         num_target_layers=target.num_target_layers,
         tap_layers=_read_taps(values, target, layout),
         own_head=head is not None,

@@ -34,7 +34,7 @@ from trl import GRPOTrainer
 from minitlt.common import suggest
 from minitlt.config import ConfigError, RolloutConfig
 from minitlt.distill import DrafterTrainer, ReplayBuffer
-from minitlt.drafter import Eagle3Proposer, MergedDrafter, NgramDrafter
+from minitlt.drafter import Eagle3Proposer
 from minitlt.eagle3 import (
     DrafterConfig,
     Eagle3Config,
@@ -46,6 +46,7 @@ from minitlt.export import import_drafter
 from minitlt.guards import Guards, largest_gap
 from minitlt.kernels import row_key
 from minitlt.models import resolve_drafter
+from minitlt.ngram import MergedDrafter, NgramDrafter
 from minitlt.spec import Arm, Bandit, Rollout, RolloutEngine, SamplingParams
 from minitlt.spot import INLINE, OFF, SpotConfig, SpotTrainer
 from minitlt.target import decoding_dtype, make_target

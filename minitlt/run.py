@@ -22,6 +22,7 @@ import time
 import typing
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -32,8 +33,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset, load_dataset
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, get_dataset, get_peft_config
 from trl.scripts.grpo import GRPOScriptArguments
@@ -49,7 +48,7 @@ from minitlt.config import (
     build,
     coerce,
 )
-from minitlt.eagle3 import DrafterConfig, Eagle3Config, save_drafter
+from minitlt.eagle3 import FILE, DrafterConfig, Eagle3Config, save_drafter
 from minitlt.events import EventLog, read_events
 from minitlt.export import import_drafter
 from minitlt.kernels import row_key
@@ -58,8 +57,9 @@ from minitlt.report import summarize
 from minitlt.rl import BYPASSES, MiniTLTTrainer
 from minitlt.spec import Arm, RolloutEngine
 from minitlt.spot import SpotConfig
-from minitlt.swap import fingerprint
+from minitlt.swap import read_drafter
 from minitlt.tasks import Task, encode_prompt, load_task, resolve_rewards
+from minitlt.tensorfile import read_tensors, write_tensors
 
 _TRL_CLASSES = (GRPOConfig, ModelConfig, GRPOScriptArguments, DatasetMixtureConfig)
 _STATE = "minitlt"  # our part of a checkpoint folder
@@ -357,31 +357,45 @@ class StateCallback(TrainerCallback):
     """Completes every checkpoint with what is ours, then removes old ones (`save_total_limit`).
 
     The trainer would remove the old ones before the new one is whole, so its own limit is lifted.
+    The drafter is written, and all is made whole, by a thread: training goes on meanwhile.
     """
 
     def __init__(self, trainer: MiniTLTTrainer) -> None:
         self.trainer = trainer
         self.limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
+        self.writing: Future[None] | None = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_train_end()
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         save_state(self.trainer, folder / _STATE)
         self.trainer.accelerator.wait_for_everyone()
         if self.trainer.accelerator.is_main_process:
-            seal(folder)
             kept = {state.best_model_checkpoint, str(folder)} - {None}  # the newest always stays
-            for path in checkpoints(folder.parent):
-                if len(kept) < (self.limit or len(kept) + 1) and is_whole(path):
-                    kept.add(str(path))
-                elif str(path) not in kept:
-                    shutil.rmtree(path)
+            self.writing = self.trainer.speculation.spot.checkpoint(
+                folder / _STATE / FILE, partial(self._complete, folder, kept)
+            )
+
+    def _complete(self, folder: Path, kept: set[str]) -> None:
+        seal(folder)
+        for path in checkpoints(folder.parent):
+            if len(kept) < (self.limit or len(kept) + 1) and is_whole(path):
+                kept.add(str(path))
+            elif str(path) not in kept:
+                shutil.rmtree(path)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """The last checkpoint is whole, or its error ends the run."""
+        if self.writing:
+            self.writing.result()
 
 
 def save_state(trainer: MiniTLTTrainer, folder: Path) -> None:
     """This rank's part of a checkpoint: one file of tensors with a checksum, renamed into place.
 
-    It holds drafter, optimizer, replay buffer, n-gram index, bandit, counters and, in the middle of
-    a generation, the batches that TRL has not trained on yet.
+    It holds the drafter's optimizer, replay buffer, n-gram index, bandit, counters and, in the
+    middle of a generation, the batches that TRL has not trained on yet. The drafter, the same on
+    all ranks, has a file of its own (`SpotTrainer.checkpoint`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     rank, parts = trainer.accelerator.process_index, trainer.speculation
@@ -390,7 +404,7 @@ def save_state(trainer: MiniTLTTrainer, folder: Path) -> None:
     pieces = {"trainer": parts.trainer.state_dict(), "ngram": parts.ngram.state_dict()}
     pieces |= {f"batch{i}": batch for i, batch in enumerate(batches)}
     tensors = {
-        f"{piece}.{name}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        f"{piece}.{name}": value
         for piece, values in pieces.items()
         for name, value in values.items()
         if isinstance(value, torch.Tensor)
@@ -406,23 +420,22 @@ def save_state(trainer: MiniTLTTrainer, folder: Path) -> None:
         ],
     }
     tensors["plain"] = torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
-    path, checksum = folder / f"rank{rank}.safetensors", {"crc32": fingerprint(tensors)}
-    write_atomically(path, lambda beside: save_file(tensors, beside, checksum))
+    path = folder / f"rank{rank}.safetensors"
+    write_atomically(path, lambda beside: write_tensors(beside, tensors, {}))
 
 
 _COUNTERS = ("generation", "evaluations", "_step")  # _step: TRL's, of micro batches
 
 
 def load_state(trainer: MiniTLTTrainer, folder: Path) -> None:
-    """Raises ValueError when this rank's part of the checkpoint is missing, torn or foreign."""
+    """Raises ValueError when the drafter or this rank's part of the checkpoint is missing, torn
+    or foreign."""
     rank, parts = trainer.accelerator.process_index, trainer.speculation
     path, ranks = folder / f"rank{rank}.safetensors", trainer.accelerator.num_processes
     hint = "; remove that checkpoint to resume from the one before, or start a new run"
+    tensors, _ = read_tensors(path, hint)
+    drafter, numbers = read_drafter(folder / FILE, parts.trainer.tensors(), hint)
     with reading(path, hint):
-        with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if fingerprint(tensors) != (file.metadata() or {}).get("crc32"):
-                raise ValueError("its checksum is wrong")
         pieces = by_piece(tensors)
         plain = json.loads(pieces["plain"][""].numpy().tobytes())
     if plain["ranks"] != ranks:
@@ -432,6 +445,7 @@ def load_state(trainer: MiniTLTTrainer, folder: Path) -> None:
             setattr(trainer, name, plain["counters"][name])
         parts.engine.policy_version = plain["policy_version"]
         parts.engine.bandit.load_state_dict(plain["bandit"])
+        parts.trainer.load(drafter, numbers["version"])
         parts.trainer.load_state_dict(pieces["trainer"])
         parts.ngram.load_state_dict(pieces["ngram"])
         device = trainer.accelerator.device

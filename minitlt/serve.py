@@ -29,11 +29,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from minitlt.common import read_jsonl
-from minitlt.drafter import Eagle3Proposer, MergedDrafter, NgramDrafter
+from minitlt.drafter import Eagle3Proposer
 from minitlt.eagle3 import Eagle3Config, Eagle3Drafter
 from minitlt.export import check_export, export_drafter, import_drafter
 from minitlt.kernels import row_key
 from minitlt.models import resolve_drafter, resolve_model
+from minitlt.ngram import MergedDrafter, NgramDrafter
 from minitlt.spec import Arm, Bandit, RolloutEngine, Row, SamplingParams
 from minitlt.target import make_target
 from minitlt.tasks import encode_prompt, is_prompt

@@ -17,12 +17,12 @@ Nothing waits without a bound: ranks leave heartbeats, and a lost rank is an err
 
 *Hot swap*: every few seconds a harvesting rank publishes its drafter in shared memory (swap.py);
 ranks that still decode copy it into place between two verify steps. Under coupled verification any
-drafter gives the same tokens. The same file is the selective asynchronous checkpoint.
+drafter gives the same tokens. The same file, written to a disk by a thread, is the selective
+asynchronous checkpoint: neither decoding nor training waits for it.
 
-Left out against TLT: the ZeroMQ coordinator with its own process and messages (a counter and one
-heartbeat key per rank do the same); FSDP for the drafter (one layer fits everywhere, so every idle
-rank takes its own steps and the merge is local-SGD averaging); optimizer steps shared between
-idle ranks; swaps across machines (the merge spans all of them); off-loading between windows.
+Left out against TLT: the ZeroMQ coordinator and its messages (a counter and one heartbeat key per
+rank do the same); FSDP for the drafter (one layer fits everywhere, so every idle rank takes its own
+steps and the merge is local-SGD averaging); swaps across machines; off-loading between windows.
 
 How to try it: `pytest tests/test_spot.py` runs two processes, one of which decodes 1.5 s longer.
 """
@@ -48,9 +48,9 @@ import torch
 import torch.distributed as dist
 
 from minitlt import swap
-from minitlt.common import option
+from minitlt.common import option, write_atomically
 from minitlt.ranks import Ranks
-from minitlt.swap import Tensors, fingerprint
+from minitlt.tensorfile import Tensors, fingerprint, write_tensors
 
 AUTO, SPOT, INLINE, OFF = "auto", "spot", "inline", "off"
 GENERATING, HARVESTING, MERGING, UPDATING = "generating", "harvesting", "merging", "updating"
@@ -65,10 +65,11 @@ class Trainable(Protocol):
     """What the coordinator needs of a drafter's trainer. Names and shapes never change in a run.
 
     `version` grows by one per train step, which should take at most `budget_seconds`. Every rank
-    has the same names, shapes and dtypes.
+    has the same names, shapes and dtypes. `header` goes beside the tensors into every file.
     """
 
     version: int
+    header: dict[str, str]
 
     @property
     def budget_seconds(self) -> float: ...
@@ -83,7 +84,8 @@ class Trainable(Protocol):
         ...
 
     def tensors(self) -> Tensors:
-        """The trainable tensors themselves (not copies), by name."""
+        """The drafter's own tensors themselves (not copies), by name: the trainable ones, which
+        are averaged, and the draft vocabulary, the only integers."""
         ...
 
     def optimizer_tensors(self) -> Tensors:
@@ -205,18 +207,17 @@ class SpotTrainer:
         self.mode = auto if self.config.mode == AUTO else self.config.mode
         self.state, self.degraded = UPDATING, ""
         self.guards: dict[str, int] = {}  # what should not happen, and how often it did
-        self._closed, self._pid = self.mode == OFF, os.getpid()
+        self._step = self._window = 0
+        self._writer = ThreadPoolExecutor(1, "minitlt-checkpoint")  # starts with the first task
+        self._closed, self._pid = False, os.getpid()
         if self.mode == OFF:
             return
         if world_size > 1 and not dist.is_initialized():
             raise ValueError("merging the drafters of several ranks needs torch.distributed")
-        self._step = self._window = 0
         self._vocab_settled = False
         self._freshest = (0, 0)  # window and drafter steps of the drafter in place
         self._signatures: dict[int, Any] = {}  # of other ranks' files, as seen
         self._next_look = self._next_swap = -math.inf
-        self._published_version = -1
-        self._copier: ThreadPoolExecutor | None = None
         self._ranks = Ranks(store, rank, world_size, self.config.lost_rank_seconds, clock)
         try:
             self._files = swap.SharedFiles(*self._agree(shared_dir), rank, world_size)
@@ -285,31 +286,34 @@ class SpotTrainer:
         self._close_window(receipt, self.clock() if fixed else end)
         return self._merge(receipt)
 
-    def checkpoint(self, path: str | Path) -> Future[Path]:
-        """Writes the trainable tensors to `path` without stopping training.
+    def checkpoint(self, path: str | Path, then: Callable[[], Any] = lambda: None) -> Future[None]:
+        """Writes the file that is published to `path`, without stopping training: a thread writes
+        it beside `path`, flushes it to the disk, renames it and calls `then`. Errors (a full disk)
+        come from the future's result()."""
+        tensors, header = self.trainable.tensors(), self._header(0)
+        snapshot = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
 
-        If the drafter has moved since its last publication it is published; a thread then copies
-        that file beside `path`, flushes it to disk and renames it. Errors (a full disk) come from
-        the future's result().
-        """
-        if self._closed:
-            raise ValueError("spot.mode is off or the spot trainer is closed: nothing to write")
-        if self._published_version != self.trainable.version and not self._publish(0):
-            raise RuntimeError(f"cannot write {path}: the drafter could not be published")
-        source = os.open(self._files.own, os.O_RDONLY)  # stays, whatever is renamed over it
-        self._copier = self._copier or ThreadPoolExecutor(1, "minitlt-checkpoint")
-        return self._copier.submit(swap.copy_durably, source, Path(path))
+        def write() -> None:
+            write_atomically(Path(path), lambda beside: write_tensors(beside, snapshot, header))
+            then()
+
+        return self._writer.submit(write)
+
+    def _header(self, drafter_steps: int) -> dict[str, str]:
+        numbers = {"step": self._step, "window": self._window, "rank": self.rank}
+        numbers |= {"version": self.trainable.version, "drafter_steps": drafter_steps}
+        return self.trainable.header | {name: str(numbers[name]) for name in swap.NUMBERS}
 
     def close(self) -> None:
         """Finishes checkpoints, removes this rank's files, stops its thread. May be repeated."""
         if self._closed or os.getpid() != self._pid:  # a forked child owns none of it
             return
         self._closed = True
-        atexit.unregister(self.close)
-        if self._copier:
-            self._copier.shutdown(wait=True)
-        self._ranks.stop()
-        self._files.remove()
+        self._writer.shutdown()
+        if self.mode != OFF:
+            atexit.unregister(self.close)
+            self._ranks.stop()
+            self._files.remove()
 
     def _agree(self, shared_dir: str | Path | None) -> tuple[Path, str]:
         """The directory and token that all ranks use."""
@@ -338,15 +342,12 @@ class SpotTrainer:
             self._settle_vocab()
         return Receipt(step, self.rank)
 
-    def _settle_vocab(self, choose: bool = True) -> None:
+    def _settle_vocab(self) -> None:
         """Before the run's first train step all ranks take one draft vocabulary: that of the rank
         which is done first. Later ones come from all ranks' rows, after a merge."""
         if not self._vocab_settled and not self.trainable.version:
-            mine = json.dumps(self.trainable.choose_vocab()) if choose else ""
-            first = self._ranks.first("vocab", mine)
-            if not first:
-                return
-            self.trainable.set_vocab(json.loads(first))
+            mine = json.dumps(self.trainable.choose_vocab())
+            self.trainable.set_vocab(json.loads(self._ranks.first("vocab", mine)))
         self._vocab_settled = True
 
     def _train_step(self, receipt: Receipt) -> bool:
@@ -409,20 +410,18 @@ class SpotTrainer:
 
     def _publish(self, drafter_steps: int) -> bool:
         """Writes the drafter where the other ranks of this machine see it."""
-        started, version = self.clock(), self.trainable.version
+        started = self.clock()
         tensors = {name: tensor.detach().cpu() for name, tensor in self.trainable.tensors().items()}
         if not _all_finite(list(tensors.values())):
             return self._degrade("drafter_not_finite", "the drafter's weights are not finite")
-        numbers = {"step": self._step, "window": self._window, "rank": self.rank}
-        numbers |= {"version": version, "drafter_steps": drafter_steps}
         try:
-            size = self._files.write(tensors, numbers)
+            size = self._files.write(tensors, self._header(drafter_steps))
         except OSError as error:
             # The drafter still reaches everyone in the merge; a swap in this rollout is missed.
             self._guard("publish_failed", str(error))
             return False
-        self._published_version, seconds = version, self.clock() - started
-        self._write("publish", step=self._step, version=version, seconds=seconds, bytes=size)
+        fields = {"version": self.trainable.version, "seconds": self.clock() - started}
+        self._write("publish", step=self._step, bytes=size, **fields)
         return True
 
     def _look_for_drafter(self) -> Swap | None:
@@ -434,19 +433,18 @@ class SpotTrainer:
             if signature == self._signatures.get(rank):
                 continue
             self._signatures[rank] = signature  # every publication is looked at once
-            read = self._try(swap.read_drafter, path)
-            if read and _freshness(read[1]) > self._freshest:
-                found.append((_freshness(read[1]), rank))
+            numbers = self._try(swap.read_numbers, path)
+            if numbers and _freshness(numbers) > self._freshest:
+                found.append((_freshness(numbers), rank))
         for _, rank in sorted(found, reverse=True):
             read = self._try(swap.read_drafter, self._files.others[rank], self.trainable.tensors())
             if read is None:
                 continue
-            tensors, header = read
-            self._settle_vocab(choose=False)  # who published has chosen
-            self.trainable.load(tensors, header["version"])
-            self._freshest, seconds = _freshness(header), self.clock() - started
+            tensors, numbers = read
+            self.trainable.load(tensors, numbers["version"])
+            self._freshest, seconds = _freshness(numbers), self.clock() - started
             self._next_swap = started + seconds / SWAP_SHARE
-            taken = Swap(self._step, header["version"], rank, header["drafter_steps"], seconds)
+            taken = Swap(self._step, numbers["version"], rank, numbers["drafter_steps"], seconds)
             self._write("swap", **asdict(taken))
             return taken
         return None
@@ -464,11 +462,9 @@ class SpotTrainer:
     # Merging.
 
     def _merge(self, receipt: Receipt) -> Receipt:
-        """Averages the drafters, weighted by steps; afterwards all ranks hold the same bits.
-
-        The store first carries every rank's step count: the all-reduce starts when all are there,
-        and its weights are exact, so a rank that trained alone hands over its own bits.
-        """
+        """Averages the drafters, weighted by steps; afterwards all ranks hold the same bits. The
+        store first carries every rank's step count: the all-reduce starts when all are there, and
+        its weights are exact, so a rank that trained alone hands over its own bits."""
         self._enter(MERGING)
         if self.world_size > 1:
             record, started = self._record(receipt), self.clock()
@@ -500,11 +496,9 @@ class SpotTrainer:
         return json.dumps(record)
 
     def _make_equal(self, records: list[dict[str, Any]], steps: list[int]) -> str:
-        """One all-reduce; then checksums are compared through the store and returned.
-
-        Drafters that still differ are a guard event, and are repaired from the lowest rank whose
-        drafter is right (rank 0 as a rule): never silent.
-        """
+        """One all-reduce; then checksums are compared through the store and returned. Drafters that
+        still differ are a guard event, and are repaired from the lowest rank whose drafter is right
+        (rank 0 as a rule): never silent."""
         if len({record["layout"] for record in records}) > 1:
             raise RuntimeError("the ranks' drafters differ in shapes: they cannot be merged")
         total = sum(steps)
@@ -523,13 +517,22 @@ class SpotTrainer:
         buffer = self._flatten(1.0)
         self._collective(dist.broadcast, buffer, source)
         self._unflatten(buffer, version + 1, counters)
+        for ids in self._tensors(floats=False):
+            theirs = ids.clone()
+            self._collective(dist.broadcast, theirs, source)
+            ids.copy_(theirs)
         return fingerprint(self.trainable.tensors())
 
+    def _tensors(self, floats: bool) -> list[torch.Tensor]:
+        """The trainable tensors, or the vocabulary, in the order of their names."""
+        named = sorted(self.trainable.tensors().items())
+        return [t.detach() for _, t in named if t.is_floating_point() == floats]
+
     def _averaged(self) -> list[torch.Tensor]:
-        """Weights, then optimizer moments, each in the order of their names."""
-        moments = self.trainable.optimizer_tensors()
-        floats = [item for item in sorted(moments.items()) if not _is_counter(*item)]
-        return [t.detach() for _, t in sorted(self.trainable.tensors().items()) + floats]
+        """Weights, then optimizer moments."""
+        moments = sorted(self.trainable.optimizer_tensors().items())
+        floats = [t.detach() for name, t in moments if not _is_counter(name, t)]
+        return self._tensors(floats=True) + floats
 
     def _counters(self) -> list[torch.Tensor]:
         moments = self.trainable.optimizer_tensors()
@@ -546,13 +549,12 @@ class SpotTrainer:
         return buffer
 
     def _unflatten(self, buffer: torch.Tensor, version: int, counters: list[int]) -> None:
-        parts, names = self._averaged(), sorted(self.trainable.tensors())
-        views = _views(buffer, parts)
-        self.trainable.load(dict(zip(names, views, strict=False)), version)
-        for part, view in zip(parts[len(names) :], views[len(names) :], strict=True):
+        parts = self._averaged()
+        for part, view in zip(parts, _views(buffer, parts), strict=True):
             part.copy_(view)
         for counter, value in zip(self._counters(), counters, strict=True):
             counter.fill_(value)
+        self.trainable.version = version
 
     def _collective(self, start: Callable[..., Any], *args: Any) -> None:
         """A collective that all ranks have announced; bounded, as one may die right here."""
@@ -574,8 +576,8 @@ class SpotTrainer:
             self.log.write(event, **fields)
 
 
-def _freshness(header: dict[str, int]) -> tuple[int, int]:
-    return header["window"], header["drafter_steps"]
+def _freshness(numbers: dict[str, int]) -> tuple[int, int]:
+    return numbers["window"], numbers["drafter_steps"]
 
 
 def _all_finite(tensors: list[torch.Tensor]) -> bool:

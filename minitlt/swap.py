@@ -1,51 +1,36 @@
 """The drafter as a file in shared memory: published whole, read by other ranks, kept as checkpoint.
 
-The idea: a rank writes its trainable tensors beside the old file and renames. A reader that has
-mapped the old file keeps it; a reader that comes later sees the new one; nobody sees half of one,
-whatever kills the writer. The files of a run lie in a folder of their own, private to the user,
-which every rank holds with a shared flock while it lives. The kernel lets go of a lock whatever
-ends the process, so a folder that can be locked alone belongs to the dead, and every later run of
-the same user removes it.
+The idea: a rank writes its drafter beside the old file and renames. A reader that has mapped the
+old file keeps it; a reader that comes later sees the new one; nobody sees half of one, whatever
+kills the writer. The files of a run lie in a folder of their own, private to the user, which every
+rank holds with a shared flock while it lives. The kernel lets go of a lock whatever ends the
+process, so a folder that can be locked alone belongs to the dead, and every later run of the same
+user removes it.
 
-Folder names hold a token that cannot be guessed. The format is safetensors, so reading runs no
-code; its header carries step, version, source and a checksum.
+Folder names hold a token that cannot be guessed. A file (tensorfile.py) holds what is the drafter's
+own: the tensors it trains and the draft vocabulary, nothing of the policy. Its header says step,
+version and source. The same file on a disk is the selective checkpoint of a run.
 
-Left out: swap between machines, and huge pages. How to run: spot.py uses this; tests/test_spot.py.
+Left out: swap between machines, and huge pages. How to run: spot.py uses this; tests/test_swap.py.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shutil
-import struct
 import tempfile
-import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from minitlt.common import write_atomically
+from minitlt.common import reading
+from minitlt.tensorfile import Tensors, read_tensors, write_tensors
 
-FORMAT = "minitlt-swap-1"
 _SHARED, _PREFIX = "/dev/shm", "minitlt-swap-"
-NUMBERS = ("step", "window", "drafter_steps", "version", "rank")  # of the header, beside crc32
-
-_KINDS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-}
-
-Tensors = dict[str, torch.Tensor]
+NUMBERS = ("step", "window", "drafter_steps", "version", "rank")  # of the header
 
 
 class SharedFiles:
@@ -66,17 +51,11 @@ class SharedFiles:
         self.others = {other: path for other, path in enumerate(paths) if other != rank}
         self._lock = _hold(folder)
 
-    def write(self, tensors: Tensors, numbers: dict[str, int]) -> int:
+    def write(self, tensors: Tensors, header: dict[str, str]) -> int:
         """Publishes atomically; returns the bytes written. OSError if they do not fit."""
-        metadata = {name: str(numbers[name]) for name in NUMBERS}
-        metadata |= {"format": FORMAT, "crc32": fingerprint(tensors)}
-        header, views = _layout(tensors, metadata)
         beside = self.own.with_suffix(".tmp")
         try:
-            with open(beside, "wb") as file:
-                file.write(header)
-                file.writelines(views)
-                size = file.tell()
+            size = write_tensors(beside, tensors, header)
             os.replace(beside, self.own)
         except OSError:
             beside.unlink(missing_ok=True)
@@ -134,76 +113,33 @@ def _hold(folder: Path) -> int:
         os.close(lock)
 
 
-def fingerprint(tensors: Tensors) -> str:
-    """Checksum (crc32, hex) of names, dtypes and bits."""
-    crc = 0
-    for name, tensor in sorted(tensors.items()):
-        crc = zlib.crc32(f"{name} {tensor.dtype}".encode(), crc)
-        crc = zlib.crc32(_bytes_of(tensor), crc)
-    return f"{crc:08x}"
+def read_numbers(path: Path) -> dict[str, int]:
+    """What the header of a published drafter says of it. ValueError if it is torn or foreign."""
+    with reading(path), safe_open(path, "pt") as file:
+        return _numbers(file.metadata() or {})
 
 
-def read_drafter(path: Path, like: Tensors | None = None) -> tuple[Tensors, dict[str, int]]:
+def read_drafter(path: Path, like: Tensors, hint: str = "") -> tuple[Tensors, dict[str, int]]:
     """A published drafter, mapped into memory, and the numbers in its header.
 
-    ValueError if it is torn or foreign, or unless names, shapes and dtypes are those of `like` and
-    the checksum is right. Without `like` only the header is read.
+    ValueError if it is torn or foreign, or unless names, shapes and dtypes are those of `like`.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            if header.get("format") != FORMAT or not set(NUMBERS) <= set(header):
-                raise ValueError(f"{path} is not a published drafter")
-            numbers = {name: int(header[name]) for name in NUMBERS}
-            if like is None:
-                return {}, numbers
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path} is torn or foreign: {error}") from error
-    if {n: (t.shape, t.dtype) for n, t in tensors.items()} != {
-        n: (t.shape, t.dtype) for n, t in like.items()
-    }:
-        raise ValueError(f"{path} holds another drafter's tensors")
-    if fingerprint(tensors) != header.get("crc32"):
-        raise ValueError(f"{path}: the checksum is wrong")
-    return tensors, numbers
+    tensors, header = read_tensors(path, hint)
+    with reading(path, hint):
+        if _layout(tensors) != _layout(like):
+            raise ValueError("it holds another drafter's tensors")
+        return tensors, _numbers(header)
 
 
-def copy_durably(source: int, path: Path) -> Path:
-    """Copies the open file `source` to `path`."""
+def _numbers(header: dict[str, str]) -> dict[str, int]:
+    return {name: int(header[name]) for name in NUMBERS}
 
-    def copy(beside: Path) -> None:
-        with os.fdopen(source, "rb") as old, open(beside, "wb") as new:
-            shutil.copyfileobj(old, new, 1 << 20)
 
-    return write_atomically(path, copy)
+def _layout(tensors: Tensors) -> dict[str, object]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def roomy_directory(size: int) -> str:
     """/dev/shm, unless it is missing, closed or has no room for `size` bytes (64 MB in Docker)."""
     usable = os.path.isdir(_SHARED) and os.access(_SHARED, os.W_OK | os.X_OK)
     return _SHARED if usable and shutil.disk_usage(_SHARED).free > size else tempfile.gettempdir()
-
-
-def _layout(tensors: Tensors, metadata: dict[str, str]) -> tuple[bytes, list[memoryview]]:
-    """The header of a safetensors file and what follows it, without a copy of the tensors.
-
-    The library's own `save` copies everything twice, which took most of a publication's time.
-    """
-    header: dict[str, Any] = {"__metadata__": metadata}
-    views, start = [], 0
-    # Wide types come first, so that every tensor is aligned.
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        views.append(_bytes_of(tensor))
-        end = start + views[-1].nbytes
-        kind = _KINDS[tensor.dtype]
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text, views
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data

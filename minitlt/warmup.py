@@ -34,7 +34,8 @@ from minitlt.spot import SpotConfig
 from minitlt.tasks import encode_prompt
 
 _WARMUP_GENERATION = 1 << 42  # keys of warm-up rollouts, never used by training
-_WIDER = 4  # rows of a round per row of a rank's rollout: no backward of the policy needs memory
+_WIDER = 8  # rows of a round per row of a rank's rollout: no backward of the policy needs memory
+_SIBLINGS = 4  # completions of each prompt: on a CPU its prefill costs as much as one of them
 
 
 def run_warmup(prepared: Prepared, folder: Path, seconds: float, steps: int = 0) -> None:
@@ -96,8 +97,9 @@ def warm_up(
 ) -> None:
     """Trains the drafter on completions of these prompts and saves it after every round.
 
-    rows: completions per round, each of another prompt. It ends after `seconds`, or after `steps`
-    train steps if that is sooner; a round is not begun that would not leave time to train on it.
+    rows: completions per round, `_SIBLINGS` of each prompt. It ends after `seconds`, or after
+    `steps` train steps if that is sooner; a round is not begun that would not leave time to train
+    on it.
     """
     engine, trainer = parts.engine, parts.trainer
     if not engine.drafters:
@@ -107,7 +109,7 @@ def warm_up(
     steps, end = steps or sys.maxsize, started + seconds
     while trainer.version < steps and time.monotonic() + 2 * round_seconds < end:
         first = num_round * rows
-        chosen = [prompts[order[(first + i) % len(order)]] for i in range(rows)]
+        chosen = [prompts[order[(first + i) // _SIBLINGS % len(order)]] for i in range(rows)]
         keys = [row_key(seed, _WARMUP_GENERATION, first + i) for i in range(rows)]
         stats = engine.generate(chosen, params, keys).stats
         round_seconds, num_round = stats.seconds, num_round + 1

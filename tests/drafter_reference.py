@@ -1,14 +1,28 @@
 """EAGLE-3 written out a second time, slowly: one pair at a time, no packing, no cache, no tables.
 
-Tests compare the library with this file. It shares no code with it and reads weights by name.
+Tests compare the library with this file. `Reference` shares no code with it and reads weights by
+name; behind it, small random drafters and rows to compare on.
 
 Shape suffixes: H hidden, D head dim, F = 3H taps.
 """
 
 import math
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+
+from minitlt.eagle3 import DrafterConfig, Eagle3Config, Eagle3Drafter, Pack
+
+H, W = 19, 61  # a prime hidden size and vocabulary: no width can pass for another
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 def norm(x_H: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -115,3 +129,67 @@ class Reference:
                 states[t] = self.layer(states[t], q, keys, values)
             out.append([self.logits(states[t]) for t in range(n - s)])
         return out
+
+
+def target_config(**changes):
+    values = {
+        "hidden_size": H,
+        "intermediate_size": 29,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": W,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def make_drafter(vocab=0, dtype=torch.float64, seed=0, train_head=True, **changes):
+    """A drafter with sizeable random weights, tied to a random embedding and head."""
+    config = Eagle3Config.from_target(
+        target_config(**changes), DrafterConfig(draft_vocab_size=vocab, train_head=train_head)
+    )
+    drafter = Eagle3Drafter(config, dtype=dtype)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            noise = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+            parameter.copy_(noise * 0.3 if parameter.dim() == 2 else 1 + 0.3 * noise)
+        if vocab:
+            drafter.ids_V.copy_(torch.randperm(W, generator=random)[:vocab].sort().values)
+    shape = (2, W, config.hidden_size)
+    embed, head = torch.randn(shape, generator=random, dtype=torch.float64)
+    drafter.tie(embed.to(dtype), head.to(dtype))
+    return drafter
+
+
+def reference(drafter):
+    return Reference(drafter, drafter._target.embed, drafter.target_rows())
+
+
+def random_row(length, seed):
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(W, (length,), generator=random).tolist()
+    return tokens, torch.randn(length, 3 * H, generator=random, dtype=torch.float64)
+
+
+def whole_rows(rows, steps):
+    """A pack with every pair of every row as a query; tokens behind a row's end are 0."""
+    tokens = [torch.tensor(t) for t, _ in rows]
+    taps = [f[: len(t) - 1] for t, f in rows]
+    later = [
+        torch.stack([torch.nn.functional.pad(t[1 + s :], (0, s)) for s in range(steps)])
+        for t in tokens
+    ]
+    sizes = [len(t) - 1 for t in tokens]
+    return Pack(
+        torch.cat(taps),
+        torch.cat([t[1:] for t in tokens]),
+        torch.cat([torch.arange(n) for n in sizes]),
+        torch.arange(sum(sizes)),
+        torch.cat(later, 1),
+        [(n, n) for n in sizes],
+    )

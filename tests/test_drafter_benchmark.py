@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafter_reference import W, make_drafter
 from fake_run import write_fake_run
 from test_distill import make_buffer
-from test_drafter import W, make_drafter
 
 from minitlt.events import read_events
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from drafter_reference import H, W, make_drafter, random_row, whole_rows
 from safetensors.torch import load_file, save_file
-from test_drafter import H, W, make_drafter, random_row, whole_rows
 
-from minitlt.drafter import Eagle3Config
+from minitlt.eagle3 import Eagle3Config
 from minitlt.export import check_export, export_drafter, import_drafter
 
 NAMES = {

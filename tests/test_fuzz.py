@@ -196,6 +196,7 @@ def checkpoint(tiny, tmp_path_factory):
     (folder / "config.yaml").write_text(yaml.safe_dump(tiny))
     whole = folder / "checkpoints" / "checkpoint-1"
     run.save_state(trainer, whole / "minitlt")
+    trainer.speculation.spot.checkpoint(whole / "minitlt" / "drafter.safetensors").result()
     (whole / "model.safetensors").write_bytes(b"x" * 50)
     run.seal(whole)
     save_drafter(folder / "drafter", trainer.speculation.drafter)

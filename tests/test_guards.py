@@ -262,6 +262,7 @@ def checkpoint(trainer, tmp_path):
     (tmp_path / "config.yaml").write_text("nproc: 1\n")
     generate(trainer)
     run.save_state(trainer, folder / "minitlt")
+    trainer.speculation.spot.checkpoint(folder / "minitlt" / "drafter.safetensors").result()
     (folder / "model.bin").write_bytes(b"x" * 100)
     run.seal(folder)
     return folder
@@ -271,7 +272,7 @@ def test_a_torn_checkpoint_is_passed_over(checkpoint, tmp_path):
     torn = checkpoint.with_name("checkpoint-2")
     (torn / "minitlt").mkdir(parents=True)
     assert run.last_checkpoint(tmp_path) == checkpoint  # newer, but never sealed
-    for name in ("model.bin", "minitlt/rank0.safetensors"):
+    for name in ("model.bin", "minitlt/rank0.safetensors", "minitlt/drafter.safetensors"):
         size = (checkpoint / name).stat().st_size
         os.truncate(checkpoint / name, size - 1)
         with pytest.raises(ConfigError, match="no whole checkpoint"):
@@ -284,17 +285,18 @@ def test_a_torn_checkpoint_is_passed_over(checkpoint, tmp_path):
         assert not run.is_whole(checkpoint)
 
 
-def test_a_spoiled_part_is_named(trainer, checkpoint):
-    path = checkpoint / "minitlt" / "rank0.safetensors"
+@pytest.mark.parametrize("name", ["rank0", "drafter"])
+def test_a_spoiled_part_is_named(trainer, checkpoint, name):
+    path = checkpoint / "minitlt" / f"{name}.safetensors"
     whole = path.read_bytes()
     for spoiled in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), b"", b"no such format"):
         path.write_bytes(spoiled)
         with pytest.raises(
-            ValueError, match=r"rank0\.safetensors is torn or foreign: .*; remove that checkpoint"
+            ValueError, match=rf"{name}\.safetensors is torn or foreign: .*; remove that checkpoint"
         ):
             run.load_state(trainer, path.parent)
     path.unlink()
-    with pytest.raises(ValueError, match=r"rank0\.safetensors is torn or foreign: No such file"):
+    with pytest.raises(ValueError, match=rf"{name}\.safetensors is torn or foreign: No such file"):
         run.load_state(trainer, path.parent)
 
 
@@ -311,5 +313,6 @@ def test_old_checkpoints_go_when_the_new_one_is_whole(trainer, checkpoint, tmp_p
     trainer.state.global_step = 2
     trainer.args.output_dir = str(tmp_path / "checkpoints")
     keeper.on_save(trainer.args, trainer.state, trainer.control)
+    keeper.on_train_end()
     assert [p.name for p in run.checkpoints(tmp_path / "checkpoints")] == ["checkpoint-2"]
     assert json.loads((tmp_path / "checkpoints/checkpoint-2/minitlt/whole.json").read_text())

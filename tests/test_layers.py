@@ -13,7 +13,8 @@ ALLOWED = {
     # what anyone may use
     "common": set(),
     "config": set(),
-    "swap": set(),
+    "tensorfile": set(),
+    "swap": {"tensorfile"},
     # inference
     "draft": set(),
     "kernels": {"kernels_cpu", "kernels_triton"},
@@ -27,13 +28,13 @@ ALLOWED = {
     "sampling": {"draft", "kernels"},
     "spec": {"bandit", "draft", "kernels", "sampling", "target"},
     # the drafter and its training; spec and drafter never import each other
-    "eagle3": {"draft", "kernels"},
+    "eagle3": {"draft", "kernels", "tensorfile"},
     "ngram": {"draft", "eagle3"},
     "drafter": {"draft", "kernels", "eagle3", "ngram"},
     "distill": {"kernels", "eagle3"},
     "export": {"eagle3", "drafter"},
     "ranks": set(),
-    "spot": {"ranks", "swap"},
+    "spot": {"ranks", "swap", "tensorfile"},
     # data, configuration, the log and what is drawn from it: no torch at import
     "models": set(),
     "tasks": {"models"},
@@ -47,13 +48,14 @@ ALLOWED = {
     "rl": {"config", "distill", "draft", "drafter", "eagle3", "events", "export", "guards",
            "kernels", "models", "ngram", "spec", "spot", "target"},
     "run": {"config", "distill", "drafter", "eagle3", "export", "events", "kernels", "models",
-            "report", "rl", "spec", "spot", "swap", "tasks"},
+            "report", "rl", "spec", "spot", "swap", "tasks", "tensorfile"},
     "launch": {"report", "page", "swap"},
     # commands
     "simulate": {"events", "report"},
     "compare": {"events", "report"},
     "doctor": {"kernels", "models"},
-    "serve": {"drafter", "eagle3", "export", "kernels", "models", "spec", "target", "tasks"},
+    "serve": {"drafter", "eagle3", "export", "kernels", "models", "ngram", "spec", "target",
+              "tasks"},
     "warmup": {"distill", "eagle3", "kernels", "rl", "run", "serve", "spec", "spot", "tasks"},
     "cli": {"compare", "config", "doctor", "launch", "models", "page", "report", "run", "serve",
             "simulate", "spec", "warmup"},

@@ -14,8 +14,8 @@ import pytest
 from models import random_prompts, tiny_model
 from tiny import save_tiny_model
 
-from minitlt.drafter import NgramDrafter
 from minitlt.kernels import row_key
+from minitlt.ngram import NgramDrafter
 from minitlt.serve import generate, load_served
 from minitlt.spec import Arm, Bandit, RolloutEngine, SamplingParams
 from minitlt.target import make_target

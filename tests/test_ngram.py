@@ -3,7 +3,8 @@
 import torch
 
 from minitlt.draft import Draft, RowState
-from minitlt.drafter import DrafterConfig, NgramDrafter, merge_drafts
+from minitlt.eagle3 import DrafterConfig
+from minitlt.ngram import NgramDrafter, merge_drafts
 
 
 def play(drafter, *tokens):

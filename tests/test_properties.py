@@ -11,16 +11,10 @@ from models import random_prompts, tiny_model
 
 from drafters import ScriptedDrafter, oracle_then_wrong
 from minitlt.draft import depths
-from minitlt.drafter import (
-    DrafterConfig,
-    Eagle3Config,
-    Eagle3Drafter,
-    Eagle3Proposer,
-    MergedDrafter,
-    NgramDrafter,
-    start_from_target,
-)
+from minitlt.drafter import Eagle3Proposer
+from minitlt.eagle3 import DrafterConfig, Eagle3Config, Eagle3Drafter, start_from_target
 from minitlt.kernels import row_key
+from minitlt.ngram import MergedDrafter, NgramDrafter
 from minitlt.spec import Arm, Bandit, RolloutEngine, SamplingParams
 from minitlt.target import make_target
 

@@ -1,7 +1,7 @@
 """Nothing that is read is run: no eval, exec or pickle, no remote code; files are private.
 
 Tested elsewhere: text of a model in the reward (test_tasks.py) and in the report (test_report.py),
-hash and paths of the fetched wheel (test_models.py), modes of shared files (test_spot.py).
+hash and paths of the fetched wheel (test_models.py), modes of shared files (test_swap.py).
 `make check` runs bandit, `make audit` pip-audit. Run: pytest tests/test_security.py
 """
 

@@ -282,7 +282,7 @@ def test_warm_up_trains_a_drafter_that_runs_can_start_from(model_dir, tmp_path):
     )  # fmt: skip
     assert parts.trainer.version == 25, "it stops at --steps"
     saved = load_drafter(tmp_path / "warm")
-    for name, tensor in parts.trainer.tensors().items():
+    for name, tensor in parts.drafter.named_parameters():
         rounding = float(tensor.detach().abs().max()) / 253  # it is stored in int8
         got = dict(saved.named_parameters())[name]
         torch.testing.assert_close(got, tensor, rtol=0, atol=rounding if tensor.dim() == 2 else 0)

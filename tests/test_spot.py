@@ -1,17 +1,14 @@
 """Idle-time training: what the window holds, what the merge gives, what faults do.
 
-Two real processes (gloo, one TCP store) play the straggler, the merges and the lost rank; swaps,
-files and degradation need no second process. Run: pytest tests/test_spot.py
+Two real processes (gloo, one TCP store) play the straggler, the merges and the lost rank;
+degradation needs no second process. Run: pytest tests/test_spot.py
 """
 
 import functools
 import math
 import multiprocessing
 import os
-import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -19,89 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed as dist
+from spot_fakes import FakeTrainer, ListLog, everything, pair_of_ranks
 
-from minitlt import ranks, spot, swap
+from minitlt import ranks
 from minitlt.spot import INLINE, OFF, Receipt, SpotConfig, SpotTrainer
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "minitlt.spot"])
 
 
-class FakeTrainer:
-    """Adds `slope` to every weight and to every moment per step; the loss is 1 / steps."""
-
-    def __init__(
-        self, slope: float = 1.0, pause: float = 0.01, limit: int = 10**9, device: str = "cpu"
-    ) -> None:
-        ramp = torch.arange(12.0).view(3, 4) / 7
-        self.weights = {"fc.weight": ramp.to(device), "norm.weight": torch.ones(4, device=device)}
-        self.state = {
-            "fc.weight/exp_avg": torch.zeros(3, 4, device=device),
-            "norm.weight/exp_avg_sq": torch.zeros(4, device=device),
-            "fc.weight/step": torch.tensor(0.0),
-        }
-        self.version, self.slope, self.pause, self.limit = 0, slope, pause, limit
-        self.fails: Callable[[], float] | None = None  # the loss of the next step, or an error
-        self.vocab, self.budget_seconds = [0], 0.25
-
-    def train_step(self) -> dict[str, Any]:
-        if self.limit <= 0:
-            return {"loss": 0.0, "tokens": 0}
-        time.sleep(self.pause)
-        if self.fails:
-            return {"loss": self.fails(), "tokens": 8}
-        self.limit -= 1
-        self.version += 1
-        for tensor in (*self.weights.values(), *self.state.values()):
-            tensor += self.slope if tensor.dim() else 1
-        return {"loss": 1 / self.version, "tokens": 8, "buffer_tokens": 100}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return self.weights
-
-    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        return self.state
-
-    def load(self, tensors: dict[str, torch.Tensor], version: int) -> None:
-        assert set(tensors) == set(self.weights)
-        for name, tensor in tensors.items():
-            self.weights[name].copy_(tensor)
-        self.version = version
-
-    def choose_vocab(self) -> list[int]:
-        return self.vocab
-
-    def set_vocab(self, ids: list[int]) -> None:
-        self.vocab = ids
-
-
-class ListLog:
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-
-    def write(self, event: str, **fields: Any) -> None:
-        self.lines.append({"event": event, **fields})
-
-    def of(self, event: str) -> list[dict[str, Any]]:
-        return [line for line in self.lines if line["event"] == event]
-
-
-def everything(trainer: FakeTrainer) -> dict[str, list[Any]]:
-    return {name: t.tolist() for name, t in (trainer.weights | trainer.state).items()}
-
-
 def straggler(rank: int, store: dist.Store, folder: str) -> dict[str, Any]:
     """Rank 1 decodes 1.5 s longer than rank 0."""
     trainer, log = FakeTrainer(), ListLog()
-    trainer.vocab = [10 + rank, 20 + rank]
+    trainer.set_vocab([10 + rank, 20 + rank])
     config = SpotConfig(publish_seconds=0.3)
     trains = SpotTrainer(trainer, store, rank, 2, config, log, shared_dir=folder)
     trains.begin(5)
     dist.barrier()
-    started, polls, swaps, vocab_at_swap = time.monotonic(), [], [], trainer.vocab
+    started, polls, swaps, vocab_at_swap = time.monotonic(), [], [], trainer.vocab.tolist()
     while rank == 1 and time.monotonic() - started < 1.5:
         before = time.perf_counter()
         taken = trains.poll()
@@ -109,7 +43,7 @@ def straggler(rank: int, store: dist.Store, folder: str) -> dict[str, Any]:
         if taken:
             weight = float(trainer.weights["norm.weight"][0])
             swaps.append((taken.drafter_steps, trainer.version, weight))
-            vocab_at_swap = trainer.vocab
+            vocab_at_swap = trainer.vocab.tolist()
         time.sleep(0.002)
     trainer.limit = 0 if rank else trainer.limit  # its window is empty, give or take a thread
     own_end = time.monotonic() - started
@@ -127,7 +61,7 @@ def straggler(rank: int, store: dist.Store, folder: str) -> dict[str, Any]:
         "log": log.lines,
         "state": everything(trainer),
         "version": trainer.version,
-        "vocabs": (vocab_at_swap, trainer.vocab),
+        "vocabs": (vocab_at_swap, trainer.vocab.tolist()),
         "modes": modes,
         "left": os.listdir(folder),
     }
@@ -149,6 +83,7 @@ def merges(rank: int, store: dist.Store, folder: str, device: str = "cpu") -> di
     out["zero"] = window(1, 0), everything(trainer), trainer.version
     if rank == 1:
         trainer.weights["fc.weight"][0, 0] += 1
+        trainer.set_vocab([5, 6])
     out["differ"] = window(2, 0), everything(trainer), dict(trains.guards)
     trainer.fails = (lambda: math.nan) if rank == 0 else None
     if rank == 0:
@@ -173,6 +108,7 @@ def lost_in_tail(rank: int, store: dist.Store, folder: str) -> dict[str, Any]:
     dist.barrier()
     if rank == 1:
         trains.checkpoint(Path(folder) / "drafter.safetensors").result()
+        trains._publish(1)
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
@@ -283,13 +219,13 @@ def test_first_rank_done_chooses_the_vocabulary(tail: dict[int, dict[str, Any]])
 
 def test_a_drafter_that_has_learnt_keeps_its_vocabulary(alone: Callable[..., SpotTrainer]) -> None:
     trainer = FakeTrainer()
-    trainer.choose_vocab = lambda: [9]  # type: ignore[method-assign]
+    trainer.choose_vocab = lambda: [8, 9]  # type: ignore[method-assign]
     trains = alone(trainer, inline_fraction=0.01)
-    for version, vocab in ((3, [0]), (0, [0])):  # resumed; and settled once per run
+    for version in (3, 0):  # resumed; and settled once per run
         trainer.version = version
         trains.begin(1)
         trains.inline(1, 1.0)
-        assert trainer.vocab == vocab
+        assert trainer.vocab.tolist() == [0, 1]
 
 
 def test_poll_costs_microseconds(tail: dict[int, dict[str, Any]]) -> None:
@@ -393,201 +329,11 @@ def test_rank_lost_in_the_merge_is_an_error(tmp_path: Path) -> None:
     assert answer["took"] < 10.0
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[tuple[SpotTrainer, SpotTrainer]]:
-    """Ranks 0 (harvests) and 1 (decodes) of a run in this process. They cannot merge."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    store, config = dist.HashStore(), SpotConfig(lost_rank_seconds=1.0)
-    ranks = [SpotTrainer(FakeTrainer(), store, r, 2, config, ListLog(), tmp_path) for r in (0, 1)]
-    for rank in ranks:
-        rank.begin(1)
-    yield ranks[0], ranks[1]
-    for rank in ranks:
-        rank.close()
-    dist.destroy_process_group()
-
-
-def poll(trains: SpotTrainer) -> spot.Swap | None:
-    trains._next_look = trains._next_swap = 0.0
-    return trains.poll()
-
-
-def test_newest_by_steps_wins_and_old_windows_do_not(
-    pair: tuple[SpotTrainer, SpotTrainer],
-) -> None:
-    giver, taker = pair
-    giver.trainable.train_step()
-    assert giver._publish(7)
-    taken = poll(taker)
-    assert taken and (taken.version, taken.source_rank, taken.drafter_steps) == (1, 0, 7)
-    assert poll(taker) is None  # nothing new
-    assert giver._publish(6) and poll(taker) is None  # fewer steps than the one in place
-    assert giver._publish(9)
-    taker.begin(2)
-    assert poll(taker) is None  # of the window before: the merge has given more
-
-
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def _other_shape(path: Path) -> None:
-    tensors, numbers = swap.read_drafter(path, FakeTrainer().tensors())
-    tensors["norm.weight"] = torch.ones(5)
-    other = swap.SharedFiles(path.parents[1], "another_run", 0, 1)
-    other.write(tensors, numbers)
-    os.replace(other.own, path)
-    other.remove()
-
-
-@pytest.mark.parametrize(
-    "harm",
-    [
-        _flip,
-        _other_shape,
-        lambda path: path.write_bytes(path.read_bytes()[:-7]),
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(b"\xff" * 4000),
-        lambda path: path.write_bytes((2).to_bytes(8, "little") + b"{}"),
-    ],
-    ids=["flipped", "other_shape", "torn", "empty", "noise", "foreign"],
-)
-def test_bad_file_is_skipped_and_counted(
-    pair: tuple[SpotTrainer, SpotTrainer], harm: Callable[[Path], Any]
-) -> None:
-    giver, taker = pair
-    giver.trainable.train_step()
-    assert giver._publish(1)
-    harm(giver._files.own)
-    before = everything(taker.trainable)
-    assert poll(taker) is None and poll(taker) is None
-    assert taker.guards == {"swap_file_skipped": 1}
-    assert taker.log.of("guard")[0]["name"] == "swap_file_skipped"
-    assert everything(taker.trainable) == before and taker.trainable.version == 0
-    assert giver._publish(2) and poll(taker)  # the next one is good
-
-
-def test_publishing_without_room_is_said(
-    pair: tuple[SpotTrainer, SpotTrainer],
-) -> None:
-    giver, taker = pair
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    giver._publish(1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        assert not giver._publish(2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert giver.guards == {"publish_failed": 1}
-    taken = poll(taker)
-    assert taken and taken.drafter_steps == 1  # the one before is whole
-    assert not list(giver._files.own.parent.glob("*.tmp"))
-
-
-def test_silent_rank_is_lost_within_the_bound(pair: tuple[SpotTrainer, SpotTrainer]) -> None:
-    started = time.monotonic()
-    with pytest.raises(RuntimeError, match="rank 1 is lost: last seen generating in step 1"):
-        pair[0].harvest(1)
+def test_silent_rank_is_lost_within_the_bound(tmp_path: Path) -> None:
+    started, lost = time.monotonic(), "rank 1 is lost: last seen generating in step 1"
+    with pair_of_ranks(tmp_path) as ranks, pytest.raises(RuntimeError, match=lost):
+        ranks[0].harvest(1)
     assert 1.0 <= time.monotonic() - started < 3.0
-
-
-def _publish_for_ever(folder: str) -> None:
-    files = swap.SharedFiles(Path(folder), "killed_run", 0, 2)
-    tensors, count = {"weight": torch.zeros(500_000)}, 0
-    while True:
-        count += 1
-        tensors["weight"].fill_(count)
-        numbers = dict.fromkeys(swap.NUMBERS, 0) | {"version": count}
-        files.write(tensors, numbers)
-
-
-def test_publisher_killed_while_writing(tmp_path: Path) -> None:
-    like = {"weight": torch.zeros(500_000)}
-    for wait in (0.0, 0.013, 0.029):
-        process = PROCESSES.Process(target=_publish_for_ever, args=(str(tmp_path),))
-        process.start()
-        path, deadline = tmp_path / "minitlt-swap-killed_run/r0.safetensors", time.monotonic() + 20
-        while not path.exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        mapped, numbers = swap.read_drafter(path, like)
-        time.sleep(wait)
-        process.kill()
-        process.join()
-        assert (mapped["weight"] == numbers["version"]).all()  # mapped before later versions
-        tensors, numbers = swap.read_drafter(path, like)
-        assert (tensors["weight"] == numbers["version"]).all()
-    after = swap.SharedFiles(tmp_path, "next_run_1", 0, 1)
-    assert sorted(os.listdir(tmp_path)) == ["minitlt-swap-next_run_1"]
-    after.remove()
-
-
-def test_the_file_is_plain_safetensors(tmp_path: Path) -> None:
-    files = swap.SharedFiles(tmp_path, "every_type", 0, 1)
-    tensors = {
-        "half": torch.arange(3, dtype=torch.bfloat16),
-        "turned": torch.nn.Parameter(torch.arange(6.0).view(2, 3).T),
-        "scalar": torch.tensor(2.5, dtype=torch.float64),
-        "none": torch.zeros(0, 4, dtype=torch.float16),
-        "count": torch.tensor([2**40]),
-    }
-    size = files.write(tensors, dict.fromkeys(swap.NUMBERS, 3))
-    assert size == files.own.stat().st_size
-    read = safetensors.torch.load_file(files.own)
-    ours, numbers = swap.read_drafter(files.own, tensors)
-    for name, tensor in tensors.items():
-        assert torch.equal(read[name], tensor) and torch.equal(ours[name], tensor)
-    assert numbers == dict.fromkeys(swap.NUMBERS, 3)
-    files.remove()
-
-
-def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
-    one = swap.SharedFiles(tmp_path, "run_number_1", 0, 2)
-    one.write(FakeTrainer().tensors(), dict.fromkeys(swap.NUMBERS, 1))
-    two = swap.SharedFiles(tmp_path, "run_number_2", 1, 2)
-    swap.sweep(tmp_path)
-    assert one.own.exists() and not any(path.exists() for path in two.others.values())
-    beside = swap.SharedFiles(tmp_path, "run_number_1", 1, 2)  # a rank of the same run
-    one.remove()
-    assert beside.own.parent.exists()
-    beside.remove()
-    two.remove()
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_sweep_takes_only_what_is_ours(tmp_path: Path) -> None:
-    mine = [tmp_path / name for name in ("minitlt-run/notes.txt", "minitlt-swap-old/notes.txt")]
-    for path in mine:
-        path.parent.mkdir(mode=0o700)
-        path.write_text("keep")
-    (tmp_path / "minitlt-swap-old/r0.safetensors").write_text("of a dead rank")
-    swap.sweep(tmp_path)
-    assert all(path.exists() for path in mine)
-    assert len(list(tmp_path.glob("*/*"))) == 2
-
-
-def test_folders_that_others_can_enter_are_not_used(tmp_path: Path) -> None:
-    (tmp_path / "minitlt-swap-public").mkdir(mode=0o755)
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    (tmp_path / "minitlt-swap-link").symlink_to(tmp_path / "elsewhere")
-    for token in ("public", "link"):
-        with pytest.raises(OSError):
-            swap.SharedFiles(tmp_path, token, 0, 1)
-    swap.sweep(tmp_path)  # and they are not ours to remove
-    assert len(os.listdir(tmp_path)) == 3
-
-
-def test_process_that_ends_without_close_leaves_nothing(tmp_path: Path) -> None:
-    program = (
-        "import sys; sys.path.insert(0, 'tests'); import torch.distributed as dist\n"
-        "from test_spot import FakeTrainer, SpotTrainer\n"
-        f"s = SpotTrainer(FakeTrainer(), dist.HashStore(), 0, 1, shared_dir={str(tmp_path)!r})\n"
-        f"s.begin(0); s._publish(1); import os; print(len(os.listdir({str(tmp_path)!r})))"
-    )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert run.returncode == 0 and run.stdout.strip() == "1", run.stderr
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.fixture
@@ -685,23 +431,6 @@ def test_long_train_steps_are_said(alone: Callable[..., SpotTrainer]) -> None:
     assert trains.guards == {"long_train_step": steps}
     counts = [line["count"] for line in trains.log.of("guard")]
     assert counts == [2**i for i in range(len(counts))]  # not a line per step
-
-
-def test_checkpoint_is_the_published_file(
-    alone: Callable[..., SpotTrainer], tmp_path: Path
-) -> None:
-    trainer = FakeTrainer()
-    trains = alone(trainer)
-    trainer.train_step()
-    path = tmp_path / "drafter.safetensors"
-    future = trains.checkpoint(path)
-    trainer.train_step()  # goes on meanwhile
-    assert future.result() == path
-    tensors, numbers = swap.read_drafter(path, trainer.tensors())
-    assert numbers["version"] == 1 and float(tensors["norm.weight"][0]) == 2.0
-    assert sorted(os.listdir(tmp_path)) == ["drafter.safetensors", "shared"]
-    with pytest.raises(FileNotFoundError):
-        trains.checkpoint(tmp_path / "missing" / "drafter.safetensors").result()
 
 
 @pytest.fixture

@@ -1,0 +1,90 @@
+"""A drafter's trainer and a log that tests of idle time look into; two ranks in one process."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minitlt.spot import SpotConfig, SpotTrainer
+
+
+class FakeTrainer:
+    """Adds `slope` to every weight and to every moment per step; the loss is 1 / steps."""
+
+    def __init__(
+        self, slope: float = 1.0, pause: float = 0.01, limit: int = 10**9, device: str = "cpu"
+    ) -> None:
+        ramp = torch.arange(12.0).view(3, 4) / 7
+        self.weights = {"fc.weight": ramp.to(device), "norm.weight": torch.ones(4, device=device)}
+        self.state = {
+            "fc.weight/exp_avg": torch.zeros(3, 4, device=device),
+            "norm.weight/exp_avg_sq": torch.zeros(4, device=device),
+            "fc.weight/step": torch.tensor(0.0),
+        }
+        self.version, self.slope, self.pause, self.limit = 0, slope, pause, limit
+        self.fails: Callable[[], float] | None = None  # the loss of the next step, or an error
+        self.vocab, self.budget_seconds = torch.tensor([0, 1], device=device), 0.25
+        self.header = {"sizes": "3 x 4"}
+
+    def train_step(self) -> dict[str, Any]:
+        if self.limit <= 0:
+            return {"loss": 0.0, "tokens": 0}
+        time.sleep(self.pause)
+        if self.fails:
+            return {"loss": self.fails(), "tokens": 8}
+        self.limit -= 1
+        self.version += 1
+        for tensor in (*self.weights.values(), *self.state.values()):
+            tensor += self.slope if tensor.dim() else 1
+        return {"loss": 1 / self.version, "tokens": 8, "buffer_tokens": 100}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.weights | {"ids_V": self.vocab}
+
+    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        return self.state
+
+    def load(self, tensors: dict[str, torch.Tensor], version: int) -> None:
+        assert set(tensors) == set(self.tensors())
+        for name, tensor in tensors.items():
+            self.tensors()[name].copy_(tensor)
+        self.version = version
+
+    def choose_vocab(self) -> list[int]:
+        return self.vocab.tolist()
+
+    def set_vocab(self, ids: list[int]) -> None:
+        self.vocab.copy_(torch.tensor(ids))
+
+
+class ListLog:
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def write(self, event: str, **fields: Any) -> None:
+        self.lines.append({"event": event, **fields})
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["event"] == event]
+
+
+def everything(trainer: FakeTrainer) -> dict[str, list[Any]]:
+    return {name: t.tolist() for name, t in (trainer.tensors() | trainer.state).items()}
+
+
+@contextmanager
+def pair_of_ranks(tmp_path: Path) -> Iterator[tuple[SpotTrainer, SpotTrainer]]:
+    """Ranks 0 (harvests) and 1 (decodes) of a run in this process. They cannot merge."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store, config = dist.HashStore(), SpotConfig(lost_rank_seconds=1.0)
+    ranks = [SpotTrainer(FakeTrainer(), store, r, 2, config, ListLog(), tmp_path) for r in (0, 1)]
+    for rank in ranks:
+        rank.begin(1)
+    yield ranks[0], ranks[1]
+    for rank in ranks:
+        rank.close()
+    dist.destroy_process_group()
