@@ -6,9 +6,12 @@ is exit code 1; an interrupted one 130.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,16 +28,21 @@ def _fail(message: object, code: int = 2) -> None:
 
 
 class _OneLineErrors(TyperGroup):
-    """ValueErrors become one line and exit code 2; a failed run becomes one line and code 1."""
+    """What is wrong with values and files becomes one line and exit code 2, a failed run one line
+    and code 1."""
 
     def invoke(self, ctx: Any) -> Any:
+        from safetensors import SafetensorError
+
         from minitlt.launch import RunFailed
 
         try:
             return super().invoke(ctx)
         except RunFailed as error:
             _fail(error, 1)
-        except ValueError as error:
+        except BrokenPipeError:  # | head; click ends quietly
+            raise
+        except (ValueError, OSError, SafetensorError) as error:
             _fail(error)
 
 
@@ -88,6 +96,8 @@ def train(
     if resume is not None:
         if recipe or config:
             _fail("--resume goes on with the run's own config; leave recipe and --config out")
+        if run_dir not in (None, resume):
+            _fail(f"--resume goes on in {resume}; leave --run-dir out")
         run_dir, config = resume, resume / "config.yaml"
         if not config.is_file():
             _fail(f"{resume} is not a run folder: it holds no config.yaml")
@@ -130,6 +140,8 @@ def _train_rank(settings: Any, run_dir: Path, resume: bool) -> None:
     if not alone and world != settings.nproc:
         _fail(f"accelerate_config {settings.accelerate_config} starts {world} ranks, not the "
               f"{settings.nproc} of nproc")  # fmt: skip
+    if alone and first:
+        _check_unused(run_dir, resume)
     prepared = prepare(settings, run_dir, world)
     if alone and first:
         open_run_folder(run_dir, settings.as_yaml())
@@ -151,8 +163,7 @@ def _train_parent(
     from minitlt.run import last_checkpoint, prepare
 
     run_dir = run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if not resume and (run_dir / "events.jsonl").exists():
-        _fail(f"{run_dir} already holds a run; choose another --run-dir or use --resume {run_dir}")
+    _check_unused(run_dir, resume)
     launcher = _accelerate(settings, dry_run) if settings.accelerate_config else []
     prepared = prepare(settings, run_dir, lazy=dry_run)
     if dry_run:
@@ -161,31 +172,35 @@ def _train_parent(
         return
     if resume:
         print(f"resuming from {last_checkpoint(run_dir)}")
-    open_run_folder(run_dir, settings.as_yaml())
     _check_devices(settings.nproc, bool(prepared.args.use_cpu), bool(launcher))
+    claim = open_run_folder(run_dir, settings.as_yaml())
     command = [sys.executable, *launcher, "-m", "minitlt.cli", "train", "--run-dir", str(run_dir)]
     command += ["--resume", str(run_dir)] if resume else ["--config", str(run_dir / "config.yaml")]
     print(f"run folder: {run_dir}")
     try:
         on_cpu, steps = bool(prepared.args.use_cpu), prepared.args.max_steps
-        launch(command, run_dir, settings.nproc, steps, on_cpu=on_cpu, agent=bool(launcher))
+        launch(command, run_dir, settings.nproc, steps, on_cpu=on_cpu, agent=bool(launcher),
+               claim=claim)  # fmt: skip
     except KeyboardInterrupt:
         print(f"\nstopped; go on with: minitlt train --resume {run_dir}", file=sys.stderr)
         raise typer.Exit(130) from None
     finish(run_dir)
 
 
+def _check_unused(run_dir: Path, resume: bool) -> None:
+    if not resume and (run_dir / "events.jsonl").exists():
+        _fail(f"{run_dir} already holds a run; choose another --run-dir or use --resume {run_dir}")
+
+
 def _accelerate(settings: Any, dry_run: bool) -> list[str]:
     """The words that make accelerate launch the ranks; refuses what this machine cannot do."""
     from importlib.util import find_spec
 
-    import yaml
-
-    from minitlt.config import accelerate_file
+    from minitlt.config import accelerate_file, read_mapping
     from minitlt.launch import free_port
 
     name, file = settings.accelerate_config, accelerate_file(settings.accelerate_config)
-    wish = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    wish = read_mapping(file)
     if wish.get("distributed_type") == "DEEPSPEED" and not find_spec("deepspeed") and not dry_run:
         _fail(f"accelerate_config {name}: needs deepspeed; pip install deepspeed")
     if wish.get("distributed_type") in ("FSDP", "DEEPSPEED") and not dry_run:
@@ -203,9 +218,11 @@ def _accelerate(settings: Any, dry_run: bool) -> list[str]:
 def _check_devices(nproc: int, on_cpu: bool, accelerated: bool) -> None:
     import torch
 
-    there = torch.cuda.device_count()
+    there, cores = torch.cuda.device_count(), os.cpu_count() or 1
     if not on_cpu and not accelerated and nproc > there:
         _fail(f"nproc {nproc}: this machine has {there} GPUs; lower --nproc or give --use_cpu true")
+    if on_cpu and nproc > 4 * cores:  # so many processes would take the machine down
+        _fail(f"nproc {nproc}: this machine has {cores} cores; lower --nproc")
 
 
 def _quiet() -> None:
@@ -214,6 +231,17 @@ def _quiet() -> None:
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+@contextmanager
+def _logs_of(*runs: Path) -> Iterator[None]:
+    """An event that is not as it should be becomes one line."""
+    try:
+        yield
+    except (ValueError, OSError):  # these say it themselves
+        raise
+    except (LookupError, TypeError, AttributeError) as error:
+        _fail(f"the log of {' or '.join(map(str, runs))} is torn or foreign: {error!r}")
 
 
 @app.command()
@@ -232,7 +260,8 @@ def report(
     from minitlt.page import render_report
 
     target = out or (runs[0] / "report.html" if len(runs) == 1 else Path("compare.html"))
-    print(render_report(runs, target))
+    with _logs_of(*runs):
+        print(render_report(runs, target))
 
 
 @app.command()
@@ -313,6 +342,8 @@ def generate(
     from minitlt.serve import load_served, read_prompts, run_generate
     from minitlt.spec import SamplingParams
 
+    if prompt.encode(errors="replace").decode() != prompt:
+        _fail("--prompt holds bytes that are not UTF-8")
     rows = [prompt] if prompts is None else read_prompts(prompts)
     values = (max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens)
     SamplingParams(*values)  # what is wrong with them is said before the model is loaded
@@ -409,8 +440,9 @@ def compare(
     """
     from minitlt.compare import differences, table
 
-    print("\n".join(table(run_a, run_b)))
-    found = differences(run_a, run_b)
+    with _logs_of(run_a, run_b):
+        print("\n".join(table(run_a, run_b)))
+        found = differences(run_a, run_b)
     print("\n".join(found) if found else "equal: completions, rewards, losses, final policy")
     if found and assert_equal:
         raise typer.Exit(1)
@@ -435,7 +467,8 @@ def simulate(
 
     if ranks < 0 or nodes < 1:
         _fail(f"--ranks cannot be negative and --nodes must be positive, not {ranks} and {nodes}")
-    print("\n".join(replay(read_events(run / "events.jsonl"), ranks, nodes)))
+    with _logs_of(run):
+        print("\n".join(replay(read_events(run / "events.jsonl"), ranks, nodes)))
 
 
 @app.command()
@@ -483,10 +516,30 @@ def bench(context: typer.Context) -> None:
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
+def _mend_streams() -> None:
+    """Streams that are closed lead nowhere, and a terminal without umlauts shows a ? for one."""
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # or the next file would be such a stream
+        continue
+    os.close(number)
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def main() -> None:
     """The installed command: usage errors are one line too."""
+    _mend_streams()
     try:
         code = app(standalone_mode=False)
+        sys.stdout.flush()
+    except OSError as error:  # of the flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in the buffer
+        code = 0 if isinstance(error, BrokenPipeError) else 2  # | head
+        if code:
+            print(f"minitlt: cannot write the output: {error.strerror}", file=sys.stderr)
+    except (KeyboardInterrupt, typer.Abort):  # before a command could make anything of it
+        code = 130
     except Exception as error:
         if not hasattr(error, "format_message"):  # click's own errors have it
             raise

@@ -81,10 +81,11 @@ class RolloutConfig:
                 raise ConfigError(f"rollout.{name}: {value!r} is not one of {', '.join(allowed)}")
         if not 0 <= self.epsilon <= 1:
             raise ConfigError(f"rollout.epsilon: {self.epsilon} is not between 0 and 1")
-        least_of = {"window": 1, "prefill_chunk": 1, "check_every": 0, "max_rows": 0, "cache_gb": 0}
+        least_of = {"window": 1, "prefill_chunk": 1, "check_every": 0, "max_rows": 0, "cache_gb": 0,
+                    "sample_rows": 0}  # fmt: skip
         for name, least in least_of.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"rollout.{name}: must be at least {least}")
+            if not least <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"rollout.{name}: must be at least {least}, and finite")
 
 
 @dataclass
@@ -136,15 +137,19 @@ def load_config(path: Path, overrides: Mapping[str, Any] | None = None) -> RunCo
     Raises ConfigError for a file that cannot be read or is not a mapping. Key names are checked
     later, by `build` and by TRL's parser, which know the fields.
     """
+    return make_config(read_mapping(path), overrides or {}, str(path))
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML file of names and values. Raises ConfigError for any other."""
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # nosec B506
+        text = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {one_line(error)}") from error
+    raw = _read_yaml(text, f"{path} is not valid YAML")
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
         raise ConfigError(f"{path} must be a mapping of field names to values")
-    return make_config(raw, overrides or {}, str(path))
+    return raw
 
 
 def make_config(raw: dict[str, Any], overrides: Mapping[str, Any], source: str) -> RunConfig:
@@ -249,7 +254,7 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
             name, value = (key[3:], False) if key.startswith("no_") else (key, True)
             result[name] = value
         else:
-            parsed = [_value(text, key) for text in values]
+            parsed = [_read_yaml(text, f"--{key}: cannot read {text!r}") for text in values]
             result[key] = parsed[0] if len(parsed) == 1 else parsed
 
     for argument in arguments:
@@ -265,15 +270,26 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
     return result
 
 
-def _value(text: str, key: str) -> Any:
+def _read_yaml(text: str | bytes, complaint: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)  # nosec B506
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--{key}: cannot read {text!r}: {one_line(error)}") from error
+    except Exception as error:  # !!bool x, 2024-13-45, [[[..: its readers raise what they like
+        raise ConfigError(f"{complaint}: {one_line(error)}") from error
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-5 as text; everybody who writes a learning rate means a number."""
+    """YAML 1.1 reads 1e-5 as text; everybody who writes a learning rate means a number. And it
+    lets a key be given twice, which nobody means."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key.value, str) and key.value in seen:
+                line = key.start_mark.line + 1
+                raise ConfigError(f"key {key.value!r} is there twice, again in line {line}")
+            seen.add(str(key.value))
+        return node
 
 
 _FLOAT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
@@ -326,6 +342,8 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
         return value
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise ConfigError(f"{where}: expected {_TYPE_NAMES[kind]}, not {value!r}")
+    if value != value or (kind is int and abs(value) >= 2**63):
+        raise ConfigError(f"{where}: {value} is not a number that can be used")
     return value
 
 

@@ -130,7 +130,7 @@ def parse_line(line: bytes) -> Event | None:
     start = line.rfind(b'{"t":')  # inside a JSON string the quotes would be escaped
     try:
         event = json.loads(line[max(start, 0) :])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and "event" in event else None
 

@@ -12,9 +12,11 @@ Left out: several nodes (use accelerate), restarts (use `--resume`).
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -36,11 +38,22 @@ class RunFailed(RuntimeError):
     """A rank failed; the message is its last error line and where its output is."""
 
 
-def open_run_folder(run_dir: Path, config: str) -> None:
-    """Makes the folder with config.yaml in it. Raises ValueError when it cannot be written."""
+def open_run_folder(run_dir: Path, config: str) -> int:
+    """Makes the folder with config.yaml in it, and claims it: until the descriptor that comes back
+    and its copies in the ranks are closed, nobody else can.
+
+    Raises ValueError when the folder cannot be written, or belongs to a run that is alive.
+    """
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        claim = os.open(run_dir / "logs" / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         write_atomically(run_dir / "config.yaml", config)
+        return claim
+    except BlockingIOError:
+        raise ValueError(
+            f"a run is alive in {run_dir}; wait for its end, or end it: touch {run_dir / STOP_FILE}"
+        ) from None
     except OSError as error:
         raise ValueError(
             f"run folder {run_dir} cannot be written: {error.strerror}; choose another --run-dir"
@@ -55,10 +68,12 @@ def launch(
     *,
     on_cpu: bool = True,
     agent: bool = False,
+    claim: int | None = None,
 ) -> None:
     """Runs `command` as `nproc` ranks and follows the run log until they end.
 
-    agent: the command starts the ranks itself (accelerate launch).
+    agent: the command starts the ranks itself (accelerate launch). claim: see `open_run_folder`;
+    the ranks hold it too, as they may outlive this process.
     Raises RunFailed when a rank fails, KeyboardInterrupt when the run was interrupted.
     """
     from minitlt.report import watch
@@ -70,7 +85,7 @@ def launch(
             signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
     stop_file = run_dir / STOP_FILE
     stop_file.unlink(missing_ok=True)
-    processes = _start(command, logs, nproc, on_cpu, agent)
+    processes = _start(command, logs, nproc, on_cpu, agent, () if claim is None else (claim,))
     stop = threading.Event()
     display = threading.Thread(
         target=watch, args=(run_dir / "events.jsonl", total_steps, stop), daemon=True
@@ -102,7 +117,7 @@ def _cause(code: int, path: Path) -> str:
 
 
 def _start(
-    command: list[str], logs: Path, nproc: int, on_cpu: bool, agent: bool
+    command: list[str], logs: Path, nproc: int, on_cpu: bool, agent: bool, fds: tuple[int, ...]
 ) -> list[subprocess.Popen[bytes]]:
     shared = dict(os.environ, MINITLT_LAUNCHER="0")  # 0: not the ranks' own parent
     if not agent:
@@ -123,6 +138,7 @@ def _start(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                pass_fds=fds,
                 start_new_session=True,  # Ctrl-C reaches the ranks through us, once
             )
         processes.append(process)
@@ -130,9 +146,13 @@ def _start(
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port that nobody listens on, below those that the kernel hands out: rank 0 listens there
+    only seconds later, and by then another run's connection would often have been given it."""
+    while True:
+        port = secrets.choice(range(15_000, 32_000))
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int | None:
@@ -197,6 +217,8 @@ def finish(run_dir: Path) -> dict[str, Any]:
     from minitlt.page import render_report
     from minitlt.report import print_summary, read_events, summarize
 
+    if not (run_dir / "policy").is_dir():
+        raise RunFailed(f"the ranks left before the run was done (their output: {run_dir}/logs)")
     summary = summarize(read_events(run_dir / "events.jsonl"))
     write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     render_report([run_dir], run_dir / "report.html")

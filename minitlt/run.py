@@ -25,7 +25,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,8 +54,8 @@ from minitlt.export import import_drafter
 from minitlt.kernels import row_key
 from minitlt.models import HubUnreachable, resolve_drafter, resolve_model
 from minitlt.report import summarize
-from minitlt.rl import BYPASSES, MiniTLTTrainer
-from minitlt.spec import Arm, RolloutEngine
+from minitlt.rl import BYPASSES, MiniTLTTrainer, sampling_params
+from minitlt.spec import Arm, RolloutEngine, SamplingParams
 from minitlt.spot import SpotConfig
 from minitlt.swap import read_drafter
 from minitlt.tasks import Task, encode_prompt, load_task, resolve_rewards
@@ -124,8 +124,22 @@ def prepare(
     prepared = Prepared(
         config, args, model, script, mixture, rollout, drafter, spot, task, model_path, algebra
     )
+    planned_sampling(prepared)
     _check_prompts(prepared)
     return prepared
+
+
+def planned_sampling(prepared: Prepared, **more: Any) -> SamplingParams:
+    """What TRL's fields say about sampling. ValueError for what the engine does not have."""
+    args, names = prepared.args, ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
+    for name, value in vars(args).items():
+        if name.endswith("_kwargs") and isinstance(value, str):
+            raise ConfigError(f"{name}: expected a mapping, not {value!r}")
+    if not args.temperature > 0:
+        raise ConfigError(f"temperature: must be above 0 to train, not {args.temperature:g}")
+    fields = {name: getattr(args, name) for name in names}
+    fields |= {"max_new_tokens": args.max_completion_length, **(args.generation_kwargs or {})}
+    return sampling_params(fields | more)
 
 
 def _fetch(notes: list[str] | None, name: Any, get: Callable[..., Any], *args: Any) -> Any:
@@ -142,10 +156,10 @@ def _fetch(notes: list[str] | None, name: Any, get: Callable[..., Any], *args: A
 def _check_drafter(start: str, model_path: str) -> None:
     folder = resolve_drafter(start)
     if model_path:
-        size = Eagle3Config.from_target(
-            AutoConfig.from_pretrained(model_path, trust_remote_code=False)
-        )
+        with reading(Path(model_path)):
+            config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
         try:
+            size = Eagle3Config.from_target(config)
             import_drafter(folder, size)
         except ValueError as error:
             raise ConfigError(f"drafter.start: {start!r}: {error}") from error
@@ -204,7 +218,13 @@ def _load_task(config: RunConfig, seed: int) -> Task | None:
         if not isinstance(key, str) or key in ("name", "options"):
             raise ConfigError(f"task.options: {key!r} cannot be an option")
         options[key] = coerce(value, hints.get(key, Any), f"task.options.{key}")
-    return load_task(task.name, **options)
+    loaded = load_task(task.name, **options)
+    try:
+        Dataset.from_list(loaded.rows)
+    except Exception as error:  # pyarrow raises what it likes
+        said = f"a column holds values of several kinds ({one_line(error)}); make them all one kind"
+        raise ConfigError(f"task {task.name!r}: {said}") from error
+    return loaded
 
 
 def _check_prompts(prepared: Prepared) -> None:
@@ -212,9 +232,10 @@ def _check_prompts(prepared: Prepared) -> None:
     if prepared.task is None or not prepared.model_path:
         return
     path, trusted = prepared.model_path, bool(prepared.args.trust_remote_code)
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
-    context = config.max_position_embeddings
+    with reading(Path(path)):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+        context = config.max_position_embeddings
     for i, row in enumerate(prepared.task.rows):
         ids = encode_prompt(tokenizer, row["prompt"])
         if len(ids) >= context:
@@ -235,6 +256,9 @@ def train(prepared: Prepared, run_dir: Path, resume: Path | None = None) -> None
     leave_with_launcher(trainer.speculation.spot.close)
     if resume:
         load_state(trainer, resume / _STATE)
+        if rank == 0:  # newer ones are torn; written over file by file they would seem whole
+            for torn in takewhile(lambda path: path != resume, checkpoints(resume.parent)):
+                shutil.rmtree(torn, ignore_errors=True)
     trainer.add_callback(StateCallback(trainer))
     trainer.add_callback(stop)
     try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import operator
 import os
 import sys
 import time
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from minitlt.common import read_jsonl
+from minitlt.common import read_jsonl, reading
 from minitlt.drafter import Eagle3Proposer
 from minitlt.eagle3 import Eagle3Config, Eagle3Drafter
 from minitlt.export import check_export, export_drafter, import_drafter
@@ -65,6 +66,8 @@ def load_served(
     """
     if dtype not in ("auto", *_DTYPES):
         raise ValueError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+    if max_rows < 0:
+        raise ValueError(f"--max-rows must be 0 (all that fit) or more, not {max_rows}")
     chosen = [Arm.parse(text) for text in arms]
     for arm in chosen:
         if arm.source not in ("off", "ngram", "eagle", "merged"):
@@ -74,11 +77,13 @@ def load_served(
     path, folder = resolve_model(model), resolve_drafter(drafter) if drafter else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights = _DTYPES.get(dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    config = AutoConfig.from_pretrained(path, **_NO_CODE)
-    tokenizer = AutoTokenizer.from_pretrained(path, **_NO_CODE)
+    with reading(Path(path)):
+        config = AutoConfig.from_pretrained(path, **_NO_CODE)
+        tokenizer = AutoTokenizer.from_pretrained(path, **_NO_CODE)
     drafters: list[Any] = [NgramDrafter()]
     eagle = _read_drafter(folder, config, weights, device) if folder else None
-    module = AutoModelForCausalLM.from_pretrained(path, dtype=weights, **_NO_CODE).to(device)
+    with reading(Path(path)):
+        module = AutoModelForCausalLM.from_pretrained(path, dtype=weights, **_NO_CODE).to(device)
     stop_ids = stop_tokens(module, tokenizer)
     target = make_target(module, dtype=weights, device=device)
     if eagle is not None:
@@ -141,6 +146,8 @@ class RowFile:
     def __init__(self, path: Path, prompts: Sequence[Prompt], settings: str) -> None:
         self.path, self.done = path, set[int]()
         self.settings = hashlib.sha256(settings.encode()).hexdigest()[:12]
+        if path.exists() and not path.is_file():  # a device may never end
+            raise ValueError(f"--out {path} is not a plain file")
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,10 +169,11 @@ class RowFile:
         where = f"--out {self.path} line {number}"
         try:
             row = json.loads(line)
-            index, same = row["index"], row["settings"] == self.settings
-        except (ValueError, TypeError, KeyError):
+            index, same = operator.index(row["index"]), row["settings"] == self.settings
+            prompt = row["prompt"]
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise ValueError(f"{where} is not a row of ours; choose another file") from None
-        if not same or index >= len(prompts) or row["prompt"] != prompts[index]:
+        if not same or not 0 <= index < len(prompts) or prompt != prompts[index]:
             what = "prompt" if same else "model, seed or sampling options"
             raise ValueError(f"{where} was made from another {what}; choose another file")
         self.done.add(index)
@@ -334,13 +342,16 @@ def export(
     """
     if to not in _LAUNCH:
         raise ValueError(f"--to: {to!r} is not one of {', '.join(_LAUNCH)}")
+    if read_as not in ("", "sglang", "vllm"):
+        raise ValueError(f"--read-as: {read_as!r} is neither sglang nor vllm")
     origin = resolve_drafter(source)
     if folder.resolve() == origin.resolve():
         raise ValueError(f"DEST {str(folder)!r} is the drafter itself; choose another folder")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"DEST {str(folder)!r} is a file; choose a folder")
     target = resolve_model(model or _policy_of(source))
-    module = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, **_NO_CODE)
+    with reading(Path(target)):
+        module = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, **_NO_CODE)
     drafter = _read_drafter(origin, module.config, torch.float32, torch.device("cpu"), read_as)
     drafter.tie(module.get_input_embeddings().weight, module.get_output_embeddings().weight)
     where = str(Path(target).resolve()) if Path(target).is_dir() else target
@@ -362,5 +373,6 @@ def _policy_of(run: str) -> str:
         return str(policy)
     adapter = policy / "adapter_config.json"
     if adapter.is_file():
-        return str(json.loads(adapter.read_text())["base_model_name_or_path"])
+        with reading(adapter):
+            return str(json.loads(adapter.read_text())["base_model_name_or_path"])
     raise ValueError(f"{run!r} holds no policy/; give --model, what the drafter drafts for")

@@ -144,10 +144,16 @@ def load_task(
 
 
 def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
-    """Token ids of a prompt as TRL sees it: text as it is, messages through the chat template."""
+    """Token ids of a prompt as TRL sees it: text as it is, messages through the chat template.
+
+    ValueError when the template is torn or refuses the messages.
+    """
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
-    turns = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+    try:
+        turns = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+    except Exception as error:  # templates are programs
+        raise ValueError(f"the model's chat template fails: {one_line(error)}") from error
     return list(turns["input_ids"])
 
 
@@ -266,7 +272,7 @@ class GuardedReward:
         count = len(completions)
         try:
             scores = self._call(columns, self.time_limit)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._note(error)
             return [self._score_row(columns, row, count) for row in range(count)]
         if len(scores) != count:
@@ -287,7 +293,7 @@ class GuardedReward:
         }
         try:
             (score,) = self._call(one, self.time_limit / count)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.failures += 1
             self._note(error)
             return 0.0
@@ -301,7 +307,7 @@ class GuardedReward:
         self._note(ValueError(f"score {score!r}"))
         return 0.0
 
-    def _note(self, error: Exception) -> None:
+    def _note(self, error: BaseException) -> None:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         if said != self.last_error:
             _log.warning("reward %s failed and scores 0.0: %s", self.__name__, said)
@@ -365,7 +371,7 @@ def _reward_by_name(name: str) -> Reward:
         sys.path.insert(0, os.getcwd())
     try:
         module = import_module(module_name)
-    except (ImportError, ValueError, TypeError) as error:  # also "..x" and other odd names
+    except (Exception, SystemExit) as error:  # of odd names ("..x"), and all that the file raises
         said = (
             f"cannot import {module_name!r} ({error}); give a module that can be imported from here"
         )

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from minitlt.distill import DrafterTrainer
 from minitlt.eagle3 import save_drafter
 from minitlt.kernels import row_key
-from minitlt.rl import Speculation, build_speculation, sampling_params
-from minitlt.run import Prepared, hub_dataset
+from minitlt.rl import Speculation, build_speculation
+from minitlt.run import Prepared, hub_dataset, planned_sampling
 from minitlt.serve import stop_tokens
 from minitlt.spec import SamplingParams
 from minitlt.spot import SpotConfig
@@ -64,13 +64,7 @@ def run_warmup(prepared: Prepared, folder: Path, seconds: float, steps: int = 0)
         if prepared.task
         else hub_dataset(prepared, prepared.script.dataset_train_split)
     )
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    params = sampling_params({
-        "max_new_tokens": args.max_completion_length,
-        "eos_token_id": stop_tokens(model, tokenizer),
-        **{name: getattr(args, name) for name in names},
-        **(args.generation_kwargs or {}),
-    })  # fmt: skip
+    params = planned_sampling(prepared, eos_token_id=stop_tokens(model, tokenizer))
     warm_up(
         parts,
         [encode_prompt(tokenizer, row["prompt"]) for row in rows],

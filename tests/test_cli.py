@@ -30,7 +30,7 @@ from minitlt.config import (
     recipe_paths,
 )
 from minitlt.doctor import check_seam
-from minitlt.launch import last_line
+from minitlt.launch import RunFailed, finish, last_line, open_run_folder
 
 
 def minitlt(*arguments):
@@ -70,6 +70,16 @@ def test_help_is_fast():
 
 
 @pytest.mark.parametrize(
+    ("redirect", "code"), [("<&- >&- 2>&-", 0), (">/dev/full", 2), ("| true", 0), ("| cat", 0)]
+)
+def test_output_that_goes_nowhere(redirect, code):
+    command = f"PYTHONIOENCODING=ascii {sys.executable} -m minitlt.cli recipes {redirect}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert "Exception" not in done.stderr and len(done.stderr.splitlines()) == (code > 0)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--model_name_or_path", "smollm3-135m"], "did you mean 'smollm2-135m'"),
@@ -91,6 +101,16 @@ def test_help_is_fast():
         (["extra", "--config", "x.yaml"], "give a recipe or --config, not both"),
         (["--use_vllm", "true"], "use_vllm: True cannot be used here"),
         (["stray"], "no recipe 'stray'"),
+        (["--seed", "!!bool x"], "--seed: cannot read '!!bool x'"),
+        (["--seed", "2024-13-45"], "--seed: cannot read '2024-13-45': month must be"),
+        (["--learning_rate", ".nan"], "learning_rate: nan is not a number that can be used"),
+        (["--seed", str(2**63)], "is not a number that can be used"),
+        (["--rollout.cache_gb", ".inf"], "rollout.cache_gb: must be at least 0, and finite"),
+        (["--max_completion_length", "0"], "max_new_tokens must be at least 1"),
+        (["--top_p", "7"], "top_p must be in (0, 1]"),
+        (["--temperature", "0"], "temperature: must be above 0 to train"),
+        (["--model_init_kwargs", "x"], "model_init_kwargs: expected a mapping, not 'x'"),
+        (["--generation_kwargs", "{zebra: 1}"], "generation_kwargs.zebra is not supported"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(config, tmp_path, monkeypatch, arguments, message):
@@ -104,6 +124,77 @@ def test_bad_input_is_one_line_and_exit_code_2(config, tmp_path, monkeypatch, ar
     assert len([line for line in done.stderr.splitlines() if line.startswith("minitlt:")]) == 1
     assert time.perf_counter() - start < 60
     assert not list(tmp_path.iterdir()), "a refused run leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "max_steps: 1\nnproc: 1\nmax_steps: 2\n",
+            "key 'max_steps' is there twice, again in line 3",
+        ),
+        ("rollout: {dtype: fp32, dtype: bf16}", "key 'dtype' is there twice, again in line 1"),
+        ("task:\n\tname: x\n", "character '\\t' that cannot start any token"),
+        ("seed: !!bool x", "not valid YAML"),
+        ("seed: 2024-13-45", "not valid YAML: month must be in 1..12"),
+        ("a: " + "[" * 5000, "not valid YAML"),
+        ("- 1", "must be a mapping"),
+        ("", "must be a mapping"),
+    ],
+)
+def test_files_that_are_not_yaml_mappings(config, tmp_path, content, message):
+    """As a recipe and as accelerate's file."""
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    for words in (["--config", path], ["--config", config, "--accelerate-config", path]):
+        done = minitlt("train", "--dry-run", *words)
+        assert done.exit_code == 2 and message in done.stderr, done
+        assert str(path) in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_folder_with_a_run_in_it_is_left_alone(config, tmp_path, monkeypatch):
+    """A finished one, also under another launcher; one that is alive, also by --resume."""
+    (tmp_path / "events.jsonl").touch()
+    done = minitlt("train", "--config", config, "--run-dir", tmp_path)
+    assert done.exit_code == 2 and "already holds a run" in done.stderr
+    with monkeypatch.context() as other:
+        for name, value in (("WORLD_SIZE", "2"), ("RANK", "0")):
+            other.setenv(name, value)
+        done = minitlt("train", "--config", config, "--run-dir", tmp_path)
+    assert done.exit_code == 2 and "already holds a run" in done.stderr
+    assert not (tmp_path / "config.yaml").exists()
+    claim = open_run_folder(tmp_path, config.read_text())
+    with pytest.raises(ValueError, match=r"a run is alive in .*; wait for its end, or end it"):
+        open_run_folder(tmp_path, "nproc: 7")
+    assert (tmp_path / "config.yaml").read_text() == config.read_text()
+    child = subprocess.Popen(["sleep", "60"], pass_fds=(claim,))  # as a rank that outlives us
+    os.close(claim)
+    with pytest.raises(ValueError, match="a run is alive"):
+        open_run_folder(tmp_path, "nproc: 7")
+    child.kill()
+    child.wait()
+    os.close(open_run_folder(tmp_path, "nproc: 7"))
+
+
+def test_columns_of_several_kinds_and_torn_models_are_found_before_a_rank_starts(config, tmp_path):
+    data, model = tmp_path / "d.jsonl", tmp_path / "model"
+    row = {"prompt": "a", "answer": 1}
+    data.write_text("".join(json.dumps(row | {"more": more}) + "\n" for more in (1, "x")))
+    done = minitlt("train", "--config", config, "--task", data, "--dry-run")
+    assert done.exit_code == 2 and "a column holds values of several kinds" in done.stderr
+    for name, text in (("config.json", "[]"), ("config.json", '{"model_type": "llama", '
+                       '"hidden_size": "x"}'), ("chat_template.jinja", "{% for %}")):  # fmt: skip
+        save_tiny_model(model)
+        (model / name).write_text(text)
+        for words in (["train", "--config", config, "--dry-run", "--model_name_or_path", model],
+                      ["generate", "--model", model, "--prompt", "a"]):  # fmt: skip
+            done = minitlt(*words)
+            assert done.exit_code == 2 and "Traceback" not in done.stderr, done
+            assert "is torn or foreign" in done.stderr or "chat template fails" in done.stderr
+    save_tiny_model(model)
+    (model / "model.safetensors").write_bytes(b"torn")
+    done = minitlt("generate", "--model", model, "--prompt", "a")
+    assert done.exit_code == 2 and f"{model} is torn or foreign" in done.stderr
 
 
 def test_a_prompt_longer_than_the_context_is_named(config, tmp_path):
@@ -240,6 +331,11 @@ def test_every_command_has_an_example(command):
         (["warmup", "--seconds", "-1"], "--seconds must be positive"),
         (["export", "/no/a", "/no/b", "--to", "tgi"], "--to: 'tgi' is not one of sglang, vllm"),
         (["train", "--resume", "/no/a"], "/no/a is not a run folder"),
+        (["train", "--resume", "/no/a", "--run-dir", "b"], "goes on in /no/a; leave --run-dir out"),
+        (["generate", "--prompt", "\udce4"], "--prompt holds bytes that are not UTF-8"),
+        (["generate", "--prompt", "a", "--max-rows", "-1"], "--max-rows must be 0"),
+        (["copy", "01", "/dev/full"], "cannot write /dev/full"),
+        (["report", "/no/a"], "/no/a/events.jsonl: no run log here"),
     ],
 )
 def test_usage_errors_are_one_line_and_exit_code_2(monkeypatch, capsys, arguments, message):
@@ -281,6 +377,48 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
         _check_devices(4, on_cpu=False, accelerated=False)
     _check_devices(2, on_cpu=False, accelerated=False)
     _check_devices(4, on_cpu=True, accelerated=False)
+    with pytest.raises(typer.Exit):
+        _check_devices(10**9, on_cpu=True, accelerated=False)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        '{"t":1,"rank":0,"event":"update"}',
+        '{"t":1,"rank":0,"event":"update","step":"x","reward":1}',
+        '{"t":"x","rank":0,"event":"update","step":1}',
+        '{"t":1,"event":"update","step":1}',
+        '{"t":1,"rank":0,"event":"rollout_end","step":1}',
+        '{"t":' + "[" * 100_000,
+    ],
+)
+def test_logs_with_odd_events_are_one_line(tmp_path, event):
+    write_fake_run(tmp_path)
+    log = tmp_path / "events.jsonl"
+    log.write_text(f"{log.read_text()}{event}\n")
+    for words in (["report", tmp_path], ["compare", tmp_path, tmp_path], ["simulate", tmp_path]):
+        done = minitlt(*words)
+        assert done.exit_code in (0, 2) and "Traceback" not in done.stderr
+        if done.exit_code:
+            assert f"the log of {tmp_path}" in done.stderr, done
+            assert "is torn or foreign" in done.stderr
+
+
+def test_a_torn_policy_and_a_page_that_cannot_be_written_are_one_line(tmp_path):
+    write_fake_run(tmp_path)
+    done = minitlt("report", tmp_path, "--out", tmp_path / "events.jsonl" / "page.html")
+    assert done.exit_code == 2 and "events.jsonl'" in done.stderr, done
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "model.safetensors").write_bytes(b"torn")
+    done = minitlt("compare", tmp_path, tmp_path)
+    assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1, done
+
+
+def test_ranks_that_leave_early_without_an_error_are_noticed(tmp_path):
+    write_fake_run(tmp_path)  # but no policy: a reward called os._exit(0)
+    with pytest.raises(RunFailed, match="left before the run was done"):
+        finish(tmp_path)
+    assert not (tmp_path / "summary.json").exists()
 
 
 def test_copy_keeps_what_is_there(tmp_path):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -164,6 +165,13 @@ def test_a_file_made_otherwise_is_refused(model_dir, tmp_path):
     with pytest.raises(ValueError, match="line 1 is not a row of ours"):
         RowFile(other, PROMPTS, "T=1")
     assert other.read_text() == '{"note": "mine"}\n'
+    for index in (-1, "0", None, [0]):
+        other.write_text(out.read_text().replace(": 2,", f": {json.dumps(index)},", 1))
+        with pytest.raises(ValueError, match=r"line 1 (is not a row of ours|was made from)"):
+            RowFile(other, PROMPTS, "T=1")
+    for place in (tmp_path, Path("/dev/zero")):
+        with pytest.raises(ValueError, match="is not a plain file"):
+            RowFile(place, PROMPTS, "T=1")
 
 
 @pytest.mark.parametrize(

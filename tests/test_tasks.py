@@ -198,12 +198,16 @@ def test_reward_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_rewards(functions) == functions and len(resolve_rewards("exact")) == 1
     with pytest.raises(ValueError, match="no function 'value'"):
         resolve_rewards(["my_rewards.value"])
+    for name, text in {"torn": "def f(:", "boom": "1 / 0", "leaves": "raise SystemExit(0)"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        with pytest.raises(ValueError, match=f"cannot import '{name}'"):
+            resolve_rewards([f"{name}.f"])
 
 
 def test_guarded_reward_scores_only_the_row_at_fault_zero() -> None:
     def picky(completions: list[Any], word: list[str], **_: Any) -> list[float | None]:
         if "bad" in word:
-            raise RuntimeError("boom\nsecond line")
+            raise SystemExit("boom\nsecond line")  # a function may not end the run that way either
         return [None if w == "skip" else float("nan") if w == "nan" else 1.0 for w in word]
 
     reward = GuardedReward(picky)
@@ -270,6 +274,7 @@ def test_jsonl(tmp_path: Path) -> None:
         ('{"prompt": "a", "answer": 1, "completions": 2}', "'completions' is a name that TRL uses"),
         ('{"prompt": "a", "answer": 1, "more": 2}', "columns .* differ"),
         ("[" * 100000, "not JSON"),
+        ('{"prompt": "a", "answer": "\\ud800"}', "surrogates not allowed"),
     ],
 )
 def test_bad_jsonl_rows_are_named_by_line(tmp_path: Path, line: str, message: str) -> None:
