@@ -32,17 +32,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from _machine import about
 
 HERE = Path(__file__).parent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -101,36 +100,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
     """What the figures depend on; other benchmarks ask with less than all options."""
-    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    packages = ("torch", "transformers", "trl")
-    versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
-    computer = {
-        "processor": processor_name(),
-        "cores": os.cpu_count(),
-        "threads": options.threads,
-        "load_average": os.getloadavg()[0],
-    }
+    facts = about()
+    facts["machine"]["threads"] = options.threads
     return {
         "benchmark": "rollout",
-        "commit": commit,
-        "versions": versions,
-        "machine": computer,
+        **facts,
         "seeds": {"task": 1, "keys": 0, "torch": list(range(options.repeats))},
         "dtype": getattr(options, "dtype", "fp32"),
         "drafter": getattr(options, "drafter", ""),
         "new_tokens": options.new,
         "repeats": options.repeats,
     }
-
-
-def processor_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    known = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in flags]
-    return " ".join([names[0] if names else platform.machine(), *known])
 
 
 class Bench:

@@ -30,13 +30,10 @@ import argparse
 import hashlib
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,12 +54,14 @@ def main(argv: list[str] | None = None) -> int:
     if same and results["plain"]["digests"] != results["tlt"]["digests"]:
         print("plain and tlt drew different completions; that is a bug", file=sys.stderr)
         return 1
-    about = {"benchmark": "step", "recipe": options.recipe, **machine()}
-    lines = [json.dumps(about | {"arm": arm} | result) for arm, result in results.items()]
+    from _machine import about
+
+    facts = {"benchmark": "step", "recipe": options.recipe, **about()}
+    lines = [json.dumps(facts | {"arm": arm} | result) for arm, result in results.items()]
     out = options.out or Path(__file__).parent / f"results/step_cpu{options.nproc}.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(json.dumps(about | {"identical_rollouts": same or None} | conclude(results)))
+    print(json.dumps(facts | {"identical_rollouts": same or None} | conclude(results)))
     return 0
 
 
@@ -83,20 +82,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
     if options.steps < 2:
         parser.error("--steps must be at least 2: the first is not counted")
     return options, parse_overrides(rest)
-
-
-def machine() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    names = ("torch", "transformers", "trl", "accelerate")
-    cpu = [s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith("model name")]
-    return {
-        "commit": commit.stdout.strip(),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
-        "machine": {"processor": cpu[0].partition(": ")[2] if cpu else platform.machine(),
-                    "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2)},
-    }  # fmt: skip
 
 
 def run_arm(arm: str, folder: Path, options: Any, fields: dict[str, Any]) -> dict[str, Any]:

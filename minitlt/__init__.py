@@ -1,7 +1,7 @@
 """minitlt: GRPO on TRL whose rollouts are speculative, lossless, and pay for their own drafter.
 
 The public names are re-exported lazily, so that `import minitlt` and `minitlt --help` cost
-milliseconds. Read the modules in this order: kernels, slots, target, sampling, bandit, spec
+milliseconds. Read the modules in this order: noise, kernels, slots, target, sampling, bandit, spec
 (inference); eagle3, drafter, distill, spot (the draft model and its idle-time training); rl (the
 trainer).
 """

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import median, stdev
+from statistics import stdev
 from typing import Any
 
 from minitlt.events import Event, read_events
@@ -87,6 +87,11 @@ class Run:
         seconds = run_seconds(self.events)
         self._at = {id(event): at for event, at in zip(self.events, seconds, strict=True)}
 
+    @property
+    def opened(self) -> Event:
+        """The event that opened the log, the last one after resumes; {} if it is missing."""
+        return (self.of("run") or [{}])[-1]
+
     def of(self, name: str) -> list[Event]:
         """Events called `name`, oldest first."""
         return [event for event in self.events if event["event"] == name]
@@ -97,11 +102,8 @@ class Run:
 
     def column(self, name: str, along: str = "step") -> tuple[list[float], list[float]]:
         """(x, y) of the metric `name`, steps without it left out."""
-        pairs = [
-            (row[along], row[name])
-            for row in self.steps
-            if row[name] is not None and row[along] is not None
-        ]
+        pairs = [(row[along], row[name]) for row in self.steps]
+        pairs = [pair for pair in pairs if None not in pair]
         return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
@@ -200,9 +202,9 @@ def mark(
     x: str = "data", y: str = "data", **style: Any,
 ) -> None:  # fmt: skip
     """Write at a point, shifted by points of text size; x, y: "data", or "axes" for 0 to 1."""
-    frame = tuple({"data": "data", "axes": "axes fraction"}[way] for way in (x, y))
-    style = {"annotation_clip": False} | style
-    ax.annotate(text, at, shift, xycoords=frame, textcoords="offset points", **style)
+    frame = tuple("axes fraction" if way == "axes" else way for way in (x, y))
+    ax.annotate(text, at, shift, xycoords=frame, textcoords="offset points", annotation_clip=False,
+                **style)  # fmt: skip
 
 
 def end_labels(ax: Any, labels: Sequence[tuple[float, float, str, str]]) -> None:
@@ -216,9 +218,10 @@ def end_labels(ax: Any, labels: Sequence[tuple[float, float, str, str]]) -> None
 
 
 def draw_lines(
-    ax: Any, runs: list[Run], metric: str, meaning: str, along: str = "step"
+    ax: Any, runs: list[Run], metric: str, meaning: str, title: str, along: str = "step"
 ) -> list[tuple[Run, list[float]]]:
-    """Plot a metric of each run; returns the runs that have it, with its values."""
+    """Plot a metric of each run, by step or by second; returns the runs that have it, with its
+    values."""
     found = [(run, *run.column(metric, along)) for run in runs]
     found = [(run, xs, ys) for run, xs, ys in found if ys]
     labels = []
@@ -227,11 +230,13 @@ def draw_lines(
         marker = {"marker": "o", "markersize": 3.5} if len(xs) <= 40 else {}
         ax.plot(xs, ys, color=tint, **marker)
         labels.append((xs[-1], ys[-1], number(ys[-1]), tint))
+    ax.set(title=title, xlabel="step" if along == "step" else "seconds since the start")
     ax.margins(x=0.02, y=0.12)
     if len(runs) == 1:
         end_labels(ax, labels)
     if along == "step":
         integer_ticks(ax.xaxis)
+        run_key(ax, runs)
     return [(run, ys) for run, _, ys in found]
 
 
@@ -268,14 +273,3 @@ def spread(items: list[Any], most: int) -> list[Any]:
     if len(items) <= most:
         return items
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
-
-
-def bucket_medians(points: list[tuple[float, float]], most: int) -> tuple[list[float], list[float]]:
-    """Median x and y of (x, y) points in at most `most` buckets of equal width in x."""
-    low, high = min(x for x, _ in points), max(x for x, _ in points)
-    buckets: dict[int, list[tuple[float, float]]] = {}
-    for x, y in points:
-        index = min(most - 1, int(most * (x - low) / (high - low or 1)))
-        buckets.setdefault(index, []).append((x, y))
-    filled = [buckets[index] for index in sorted(buckets)]
-    return [median(x for x, _ in b) for b in filled], [median(y for _, y in b) for b in filled]

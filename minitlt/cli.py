@@ -2,6 +2,9 @@
 
 Errors a user can mend (a bad model, file, flag, key) are one line and exit code 2; a failed run
 is exit code 1; an interrupted one 130.
+
+Left out: shell completion, colours. What the commands do is in the modules they import.
+How to run: `minitlt --help`, `minitlt train --help`.
 """
 
 from __future__ import annotations
@@ -29,13 +32,19 @@ def _fail(message: object, code: int = 2) -> None:
 
 class _OneLineErrors(TyperGroup):
     """What is wrong with values and files becomes one line and exit code 2, a failed run one line
-    and code 1."""
+    and code 1; Ctrl-C is 130."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        if option := super().get_help_option(ctx):
+            option.default = False  # or typer loads pydantic, 0.2 s, to read a None
+        return option
 
     def invoke(self, ctx: Any) -> Any:
         from safetensors import SafetensorError
 
         from minitlt.launch import RunFailed
 
+        _quiet()
         try:
             return super().invoke(ctx)
         except RunFailed as error:
@@ -44,6 +53,8 @@ class _OneLineErrors(TyperGroup):
             raise
         except (ValueError, OSError, SafetensorError) as error:
             _fail(error)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
 
 
 app = typer.Typer(
@@ -62,8 +73,6 @@ def train(
     context: typer.Context,
     config: Config = None,
     run_dir: Annotated[Path | None, typer.Option(help="Default: runs/NAME-TIME.")] = None,
-    nproc: Annotated[int, typer.Option(help="Ranks; 0 = as the recipe says.")] = 0,
-    accelerate_config: Annotated[str, typer.Option(help="fsdp2, zero2, zero3 or a file.")] = "",
     dry_run: Annotated[bool, typer.Option(help="Check everything, print it, run nothing.")] = False,
     smoke: Annotated[bool, typer.Option(help="Two steps of tiny sizes, to try the path.")] = False,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run folder.")] = None,
@@ -71,8 +80,10 @@ def train(
     """Train with GRPO.
 
     minitlt train [RECIPE] [--any_field_of_TRLs_or_ours VALUE ..]: the first word may name a recipe
-    (see `minitlt recipes`). Under torchrun or accelerate launch it runs in place. Ctrl-C, or a file
-    named `stop` in the run folder, ends it after the current step with a checkpoint.
+    (see `minitlt recipes`); --nproc is the number of ranks, and with --accelerate-config (fsdp2,
+    zero2, zero3 or a file) accelerate starts them. Under torchrun or accelerate launch it runs in
+    place. Ctrl-C, or a file named `stop` in the run folder, ends it after the current step with a
+    checkpoint.
 
     Examples:
 
@@ -86,52 +97,39 @@ def train(
 
         minitlt train --resume runs/01_smollm2_cpu-20260101-120000
     """
-    from minitlt.config import load_config, shrink
-
-    recipe, overrides = _recipe_and_overrides(context)
-    if nproc:
-        overrides["nproc"] = nproc
-    if accelerate_config:
-        overrides["accelerate_config"] = accelerate_config
     if resume is not None:
-        if recipe or config:
+        if config:
             _fail("--resume goes on with the run's own config; leave recipe and --config out")
         if run_dir not in (None, resume):
             _fail(f"--resume goes on in {resume}; leave --run-dir out")
         run_dir, config = resume, resume / "config.yaml"
         if not config.is_file():
             _fail(f"{resume} is not a run folder: it holds no config.yaml")
-    source = _source(recipe, config)
-    settings = load_config(source, overrides)
-    if smoke:
-        shrink(settings, overrides)
+    name, settings = _settings(context, config, smoke)
     os.environ.update(settings.env)
     if "WORLD_SIZE" in os.environ or "MINITLT_LAUNCHER" in os.environ:
-        _train_rank(settings, run_dir or Path("runs") / source.stem, resume is not None)
+        _train_rank(settings, run_dir or Path("runs") / name, resume is not None)
     else:
-        _train_parent(settings, source.stem, run_dir, resume is not None, dry_run)
+        _train_parent(settings, name, run_dir, resume is not None, dry_run)
 
 
-def _recipe_and_overrides(context: typer.Context) -> tuple[str, dict[str, Any]]:
-    """The words behind a command: [RECIPE] [--key VALUE ..]."""
-    from minitlt.config import parse_overrides
+def _settings(context: typer.Context, config: Path | None, smoke: bool = False) -> tuple[str, Any]:
+    """[RECIPE] [--key VALUE ..], the words behind a command: the run's name and configuration."""
+    from minitlt.config import DEFAULT_RECIPE, find_recipe, load_config, parse_overrides, shrink
 
     arguments = list(context.args)
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("--") else ""
-    return recipe, parse_overrides(arguments)
-
-
-def _source(recipe: str, config: Path | None) -> Path:
-    from minitlt.config import DEFAULT_RECIPE, find_recipe
-
     if recipe and config:
-        _fail("give a recipe or --config, not both")
-    return config or find_recipe(recipe or DEFAULT_RECIPE)
+        _fail("give a recipe or --config, not both; --resume brings its own")
+    source, overrides = config or find_recipe(recipe or DEFAULT_RECIPE), parse_overrides(arguments)
+    settings = load_config(source, overrides)
+    if smoke:
+        shrink(settings, overrides)
+    return source.stem, settings
 
 
 def _train_rank(settings: Any, run_dir: Path, resume: bool) -> None:
     """One rank of a run, under our launcher, torchrun or accelerate."""
-    _quiet()
     from minitlt.launch import finish, open_run_folder
     from minitlt.run import last_checkpoint, prepare, train
 
@@ -145,12 +143,7 @@ def _train_rank(settings: Any, run_dir: Path, resume: bool) -> None:
     prepared = prepare(settings, run_dir, world)
     if alone and first:
         open_run_folder(run_dir, settings.as_yaml())
-        (run_dir / "stop").unlink(missing_ok=True)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        train(prepared, run_dir, last_checkpoint(run_dir) if resume else None)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    train(prepared, run_dir, last_checkpoint(run_dir) if resume else None)
     if alone and first:
         finish(run_dir)
 
@@ -158,7 +151,6 @@ def _train_rank(settings: Any, run_dir: Path, resume: bool) -> None:
 def _train_parent(
     settings: Any, name: str, run_dir: Path | None, resume: bool, dry_run: bool
 ) -> None:
-    _quiet()
     from minitlt.launch import finish, launch, open_run_folder
     from minitlt.run import last_checkpoint, prepare
 
@@ -183,7 +175,7 @@ def _train_parent(
                claim=claim)  # fmt: skip
     except KeyboardInterrupt:
         print(f"\nstopped; go on with: minitlt train --resume {run_dir}", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise
     finish(run_dir)
 
 
@@ -337,7 +329,6 @@ def generate(
     """
     if bool(prompt) == (prompts is not None):
         _fail("give either --prompt TEXT or --prompts FILE.jsonl")
-    _quiet()
     from minitlt.config import RolloutConfig
     from minitlt.serve import load_served, read_prompts, run_generate
     from minitlt.spec import SamplingParams
@@ -351,13 +342,11 @@ def generate(
     served = load_served(model, drafter, arms=ways, dtype=dtype, max_rows=max_rows)
     params = SamplingParams(*values, stop_ids=served.stop_ids)
     try:
-        run_generate(served, rows, params, out, dtype=dtype, seed=seed, raw=raw,
-                     live=prompts is None)  # fmt: skip
+        run_generate(served, rows, params, out, seed=seed, raw=raw, live=prompts is None)
     except KeyboardInterrupt:
-        print(
-            f"\nstopped{f'; the same command goes on with {out}' if out else ''}", file=sys.stderr
-        )
-        raise typer.Exit(130) from None
+        more = f"; the same command goes on with {out}" if out else ""
+        print(f"\nstopped{more}", file=sys.stderr)
+        raise
 
 
 @app.command(context_settings=_PASS_ON)
@@ -379,13 +368,9 @@ def warmup(
 
         minitlt train 01_smollm2_cpu --drafter.start drafters/mine
     """
-    from minitlt.config import load_config
-
     if seconds <= 0 or steps < 0:
         _fail(f"--seconds must be positive and --steps not negative, not {seconds:g} and {steps}")
-    recipe, overrides = _recipe_and_overrides(context)
-    settings = load_config(_source(recipe, config), overrides)
-    _quiet()
+    _, settings = _settings(context, config)
     from minitlt.run import prepare
     from minitlt.warmup import run_warmup
 
@@ -417,7 +402,6 @@ def export(
 
         minitlt export drafters/smollm2 out/vllm --to vllm --model smollm2-135m
     """
-    _quiet()
     from minitlt.serve import export as write
 
     print("\n".join(write(run, dest, to, model=model, read_as=read_as, check=check)))
@@ -481,7 +465,6 @@ def doctor() -> None:
 
         minitlt doctor
     """
-    _quiet()
     from minitlt.doctor import report as examine
 
     if not examine():
@@ -507,7 +490,7 @@ def bench(context: typer.Context) -> None:
     if name == "--help":
         print(context.command.help)
         return
-    scripts = {p.stem: p for p in folder.glob("*.py") if not p.stem.endswith("_peer")}
+    scripts = {p.stem: p for p in folder.glob("[a-z]*.py") if not p.stem.endswith("_peer")}
     if not scripts:
         _fail("the benchmarks come with the repository: clone it and run this there")
     if name not in scripts:

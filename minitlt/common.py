@@ -1,6 +1,7 @@
 """Small things that several modules need: options with a help text, hints, files read and written.
 
-Light: neither torch nor transformers is loaded. How to run: `pytest tests/test_fuzz.py`.
+Light: neither torch nor transformers is loaded. Left out: whatever one module alone needs.
+How to run: `pytest tests/test_fuzz.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path
 from typing import Any
+
+WHOLE = "minitlt/whole.json"  # in a checkpoint that is whole: the size of each of its files
 
 
 def option(default: Any, help_text: str) -> Any:
@@ -37,6 +40,16 @@ def suggest(name: str, valid: Iterable[str]) -> str:
 
 def one_line(error: object) -> str:
     return " ".join(str(error).split())
+
+
+def version_of(package: str) -> str:
+    """The installed version of a package; "" if it is not installed."""
+    import importlib.metadata  # 20 ms, and the command line loads this module
+
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def by_piece(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -71,6 +84,26 @@ def _flush(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def seal(folder: Path, receipt: str = WHOLE) -> None:
+    """Marks a folder as whole once all its files are there: flushes each of them to the disk and
+    writes the file `receipt` in it, which says their sizes."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != folder / receipt:
+            _flush(path)
+            files[str(path.relative_to(folder))] = path.stat().st_size
+    write_atomically(folder / receipt, json.dumps({"files": files}))
+
+
+def is_whole(folder: Path, receipt: str = WHOLE) -> bool:
+    """Whether the folder was sealed and its files still have the sizes they had then."""
+    try:
+        files = json.loads((folder / receipt).read_text(encoding="utf-8"))["files"]
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
 
 
 @contextmanager

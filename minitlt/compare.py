@@ -5,19 +5,26 @@ but time. `differences` finds where they are not, from the two run folders alone
 completions, the sample completions, the rewards, losses and gradient norms of every step, and
 every tensor of the final policy, bit by bit. Drafters, speeds and receipts may differ.
 
+Left out: runs on different numbers of ranks, whose rows stand elsewhere in the log.
+
 How to run: `minitlt compare RUN_A RUN_B --assert-equal`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from minitlt.events import Event, read_events
 from minitlt.report import number, summarize
 
-_SAME_IN_UPDATE = ("reward", "reward_std", "loss", "grad_norm", "mean_length")
+_FACTS = {  # event -> what must be equal in it: in words, and by field
+    "rollout_end": ("completion lengths", ("lengths",)),
+    "row": ("sample completions and rewards", ("prompt", "completion", "reward")),
+    "update": (
+        "reward, loss and gradient norm",
+        ("reward", "reward_std", "loss", "grad_norm", "mean_length"),
+    ),
+}
 
 
 def differences(left: Path, right: Path) -> list[str]:
@@ -25,47 +32,33 @@ def differences(left: Path, right: Path) -> list[str]:
 
     Raises ValueError when a folder holds no run log.
     """
-    found = []
     logs = [read_events(folder / "events.jsonl") for folder in (left, right)]
-    for name in ("rollout_end", "row", "update"):
-        a, b = (dict(_facts(events, name)) for events in logs)
-        if line := _first_difference(name, a, b):
-            found.append(line)
-    return found + _policy_differences(left / "policy", right / "policy")
+    found = [_first_difference(name, *logs) for name in _FACTS]
+    found.append(_policy_difference(left / "policy", right / "policy"))
+    return [line for line in found if line]
 
 
-def _facts(events: list[Event], name: str) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """(step, rank, row) -> what must be equal; after a resume the later event counts."""
-    for event in events:
-        if event["event"] == name:
-            key = (event["step"], event["rank"], event.get("row", -1))
-            if name == "rollout_end":
-                yield key, event["lengths"]
-            elif name == "row":
-                yield key, [event["prompt"], event["completion"], event["reward"]]
-            else:
-                yield key, {field: event[field] for field in _SAME_IN_UPDATE}
+def _first_difference(name: str, left: list[Event], right: list[Event]) -> str:
+    """Where the events called `name` differ first; "" if they are equal."""
+    words, fields = _FACTS[name]
 
+    def facts(events: list[Event]) -> dict[tuple[int, int, int], dict[str, object]]:
+        """(step, rank, row) -> what must be equal; after a resume the later event counts."""
+        own = [event for event in events if event["event"] == name]
+        return {(e["step"], e["rank"], e.get("row", -1)): {f: e[f] for f in fields} for e in own}
 
-_WORDS = {
-    "rollout_end": "completion lengths",
-    "row": "sample completions and rewards",
-    "update": "reward, loss and gradient norm",
-}
-
-
-def _first_difference(name: str, a: dict[Any, Any], b: dict[Any, Any]) -> str:
-    odd = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
+    a, b = facts(left), facts(right)
+    every = sorted(a.keys() | b.keys())
+    odd = [key for key in every if a.get(key) != b.get(key)]
     if not odd:
         return ""
     step, rank, _ = odd[0]
     one, two = (str(side.get(odd[0], "nothing"))[:120] for side in (a, b))
-    every = len(a.keys() | b.keys())
-    return f"{_WORDS[name]}: {len(odd)} of {every} differ, first at step {step}, rank {rank}: " \
-           f"{one} against {two}"  # fmt: skip
+    where = f"{len(odd)} of {len(every)} differ, first at step {step}, rank {rank}"
+    return f"{words}: {where}: {one} against {two}"
 
 
-def _policy_differences(left: Path, right: Path) -> list[str]:
+def _policy_difference(left: Path, right: Path) -> str:
     from safetensors import safe_open
 
     sides = [
@@ -75,21 +68,21 @@ def _policy_differences(left: Path, right: Path) -> list[str]:
     ]  # fmt: skip
     for folder, side in zip((left, right), sides, strict=True):
         if not side:
-            return [f"policy: {folder} holds no safetensors"]
+            return f"policy: {folder} holds no safetensors"
     if other := sorted(sides[0].keys() ^ sides[1].keys()):
-        return [f"policy: tensors differ: {', '.join(other[:5])}"]
+        return f"policy: tensors differ: {', '.join(other[:5])}"
     odd, largest = [], 0.0
     for name in sides[0]:  # one at a time, so that big policies fit
         one, two = (side[name].get_tensor(name) for side in sides)
         if one.shape != two.shape or one.dtype != two.dtype:
-            return [f"policy: {name} has another shape or dtype"]
+            return f"policy: {name} has another shape or dtype"
         if not one.equal(two):
             odd.append(name)
             largest = max(largest, float((one.float() - two.float()).abs().max()))
     if not odd:
-        return []
+        return ""
     count = f"{len(odd)} of {len(sides[0])}"
-    return [f"policy: {count} tensors differ, by {largest:.2g} at most ({odd[0]})"]
+    return f"policy: {count} tensors differ, by {largest:.2g} at most ({odd[0]})"
 
 
 def table(left: Path, right: Path) -> list[str]:

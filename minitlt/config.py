@@ -100,7 +100,6 @@ class RunConfig:
     nproc: int = 1
     accelerate_config: str = ""
     env: dict[str, str] = field(default_factory=dict)
-    source: str = ""
 
     def as_yaml(self) -> str:
         flat: dict[str, Any] = {"nproc": self.nproc}
@@ -186,7 +185,6 @@ def make_config(raw: dict[str, Any], overrides: Mapping[str, Any], source: str) 
         nproc=nproc,
         accelerate_config=coerce(raw.pop("accelerate_config", ""), str, "accelerate_config"),
         env={str(name): str(value) for name, value in env.items()},
-        source=source,
         **blocks,
     )
 
@@ -243,30 +241,24 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
 
     Raises ConfigError for a value without a key.
     """
-    result: dict[str, Any] = {}
+    words: dict[str, list[str]] = {}
     key = ""
-    values: list[str] = []
-
-    def finish() -> None:
-        if not key:
-            return
-        if not values:
-            name, value = (key[3:], False) if key.startswith("no_") else (key, True)
-            result[name] = value
-        else:
-            parsed = [_read_yaml(text, f"--{key}: cannot read {text!r}") for text in values]
-            result[key] = parsed[0] if len(parsed) == 1 else parsed
-
     for argument in arguments:
         if argument.startswith("--") and len(argument) > 2:
-            finish()
             key, equals, value = argument[2:].partition("=")
-            key, values = key.replace("-", "_"), [value] if equals else []
+            key = key.replace("-", "_")
+            words[key] = [value] if equals else []
         elif key:
-            values.append(argument)
+            words[key].append(argument)
         else:
             raise ConfigError(f"{argument!r} stands without a key; write --key value")
-    finish()
+    result: dict[str, Any] = {}
+    for key, texts in words.items():
+        values = [_read_yaml(text, f"--{key}: cannot read {text!r}") for text in texts]
+        if values:
+            result[key] = values[0] if len(values) == 1 else values
+        else:
+            result[key.removeprefix("no_")] = not key.startswith("no_")
     return result
 
 

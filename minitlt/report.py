@@ -12,13 +12,15 @@ How to run: `minitlt train` shows it, `minitlt report RUN` draws it afterwards.
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import floor, log10
 from pathlib import Path
 from typing import Any
 
 from minitlt.events import Event, parse_line
 from minitlt.events import read_events as read_events
+
+QUIET_S = 5.0  # between two lines that say what every rank is doing
 
 
 def run_seconds(events: list[Event]) -> list[float]:
@@ -59,6 +61,11 @@ def _accept_pairs(ends: Iterable[Event]) -> list[tuple[float, float]]:
     return [(end["tokens"], end["tokens"] / end["accept_len"]) for end in ends if end["accept_len"]]
 
 
+_OF_UPDATE = ("reward", "reward_std", "loss", "grad_norm", "mean_length", "kl", "entropy")
+_OF_WINDOWS = {"idle_available_s": "available_s", "idle_harvested_s": "harvested_s",
+               "overshoot_s": "overshoot_s", "drafter_steps": "drafter_steps"}  # fmt: skip
+
+
 def step_table(events: list[Event]) -> list[dict[str, Any]]:
     """One dict per step with the columns of metrics.md, over all ranks; None where not logged."""
     updates = {step: ranks[0] for step, ranks in by_step(events, "update").items()}
@@ -66,28 +73,25 @@ def step_table(events: list[Event]) -> list[dict[str, Any]]:
     clock = {id(event): at for event, at in zip(events, run_seconds(events), strict=True)}
     rows = []
     for step in sorted(updates.keys() | rollouts.keys()):
-        update, ends, windows = updates.get(step, {}), rollouts.get(step, []), harvests.get(step)
+        update, ends = updates.get(step, {}), rollouts.get(step, [])
+        windows = harvests.get(step, [])
         slowest = max((end["seconds"] for end in ends), default=None)
-        row: dict[str, Any] = {"step": step, "end_s": clock[id(update)] if update else None}
-        for name in ("reward", "reward_std", "loss", "grad_norm", "mean_length", "kl", "entropy"):
-            row[name] = update.get(name)
-        row["step_s"] = update.get("step_seconds")
-        row["rollout_s"] = slowest
-        row["tok_s"] = sum(end["tokens"] for end in ends) / slowest if slowest else None
-        row["accept_len"] = ratio(_accept_pairs(ends))
-        row["truncated"] = sum(end["truncated"] for end in ends) if ends else None
-        for name, field in (
-            ("idle_available_s", "available_s"),
-            ("idle_harvested_s", "harvested_s"),
-            ("overshoot_s", "overshoot_s"),
-            ("drafter_steps", "drafter_steps"),
-        ):
-            row[name] = sum(window[field] for window in windows) if windows else None
+        row: dict[str, Any] = {
+            "step": step,
+            "end_s": clock[id(update)] if update else None,
+            **{name: update.get(name) for name in _OF_UPDATE},
+            "step_s": update.get("step_seconds"),
+            "rollout_s": slowest,
+            "tok_s": sum(end["tokens"] for end in ends) / slowest if slowest else None,
+            "accept_len": ratio(_accept_pairs(ends)),
+            "truncated": sum(end["truncated"] for end in ends) if ends else None,
+            **{name: sum(window[field] for window in windows) if windows else None
+               for name, field in _OF_WINDOWS.items()},
+            "drafter_loss": mean(window["loss_last"] for window in windows),
+        }  # fmt: skip
         if not windows and len(ends) > 1:  # nobody harvested: the idle time was there all the same
             last = max(end["t"] for end in ends)
             row["idle_available_s"] = sum(last - end["t"] for end in ends)
-        losses = [window["loss_last"] for window in windows or []]
-        row["drafter_loss"] = mean(losses)
         rows.append(row)
     return rows
 
@@ -197,188 +201,118 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def print_summary(summary: dict[str, Any], run_dir: str | Path) -> None:
     """Print the summary as a table, then which files of the run folder exist."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="What happened", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("", style="bold", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("", style="dim")
-    for row in summary_rows(summary):
-        table.add_row(*row)
-    console = Console()
-    console.print(table)
+    rows = summary_rows(summary)
+    first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
+    print("What happened", *(f"{a:{first}}  {b:{second}}  {c}" for a, b, c in rows), sep="\n")
     run_dir = Path(run_dir)
     order = ("report.html", "pictures", "summary.json", "events.jsonl", "policy", "drafter")
     names = [name + "/" * (run_dir / name).is_dir() for name in order if (run_dir / name).exists()]
-    console.print(
-        f"Files in {run_dir}: {', '.join(names)}", soft_wrap=True, highlight=False, markup=False
-    )
+    print(f"Files in {run_dir}: {', '.join(names)}")
 
 
 # What a rank does after the event of that name.
 _NEXT = {"rollout_start": "generating", "rollout_end": "waiting", "harvest_start": "harvesting",
          "harvest_end": "merging", "merge": "updating"}  # fmt: skip
-_STYLE = {"generating": "bold blue", "harvesting": "bold green", "merging": "yellow",
-          "updating": "magenta"}  # fmt: skip
 
 
 class Board:
-    """The state of a run, fed one event at a time; renders itself as lines or as a table."""
+    """What a run has done and is doing, fed one event at a time, as lines of text."""
 
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
-        self.doing: dict[int, tuple[str, float]] = {}  # rank -> what it does, since when
-        self.latest: dict[int, dict[str, Event]] = {}  # rank -> event name -> the last such event
-        self.idle: dict[int, list[float]] = {}  # rank -> [available, harvested] in closed windows
-        self.updates: list[Event] = []
-        self.notes: list[str] = []
-        self.started = self.now = 0.0
-        self._told = [0.0, 0.0]
+        self.doing: dict[int, str] = {}  # by rank
+        self._at: dict[int, Event] = {}  # by rank: what it last told of its rollout or harvest
+        self._recent: list[Event] = []  # since the last update
+        self._updates: list[Event] = []
+        self._odd: set[str] = set()
+        self._started = 0.0
 
     def feed(self, event: Event) -> list[str]:
-        """Take in one event; return the plain lines that it is worth.
+        """Take in one event; return the lines that it is worth.
 
-        An event that lacks a field it should have is worth a note, and nothing else.
+        An event that lacks a field it should have is worth a line, and nothing else.
         """
         try:
             return self._take(event)
         except (KeyError, TypeError) as error:
-            note = f"display: event {event['event']!r} is not as expected ({error!r})"
-            known = note in self.notes
-            self.notes += [] if known else [note]
-            return [] if known else [note]
+            said = f"display: event {event['event']!r} is not as expected ({error!r})"
+            new, self._odd = {said} - self._odd, self._odd | {said}
+            return list(new)
 
     def _take(self, event: Event) -> list[str]:
-        name, rank, self.now = event["event"], event["rank"], event["t"]
-        self.latest.setdefault(rank, {})[name] = event
-        if name in _NEXT:
-            self.doing[rank] = _NEXT[name], self.now
-        if name == "run":
-            self.started = self.now
-            for index in range(event["world_size"]):
-                self.doing.setdefault(index, ("starting", self.now))
+        name, rank = event["event"], event["rank"]
+        self._recent.append(event)
+        self.doing[rank] = _NEXT.get(name, self.doing.get(rank, "starting"))
+        if name in ("rollout_start", "harvest_start"):
+            self._at[rank] = event
+        elif name in ("rollout_progress", "harvest_step"):
+            self._at[rank] = self._at[rank] | event
+        elif name == "run":
+            self._started, self._recent = self._started or event["t"], []
+            self.doing = dict.fromkeys(range(event["world_size"]), "starting")
             target = event["target"].get("name", "?")
             return [f"{target}, {event['world_size']} ranks, {self.total_steps} steps"]
-        if name == "harvest_end":
-            idle = self.idle.setdefault(rank, [0.0, 0.0])
-            idle[0] += event["available_s"]
-            idle[1] += event["harvested_s"]
-        if name == "update":
-            self.updates.append(event)
-            self._all_do("waiting")
+        elif name == "update":
+            self.doing = dict.fromkeys(self.doing, "waiting")
             return [self._step_line(event)]
-        if name in ("guard", "note"):
-            self.notes.append(f"{event.get('name', 'note')}: {event['message']}")
-            return [self.notes[-1]]
-        if name in ("rollout_end", "harvest_end"):  # all wait, and nothing is to be merged: update
-            doing = {what for what, _ in self.doing.values()}
-            if doing == {"waiting"} or (len(self.doing) == 1 and doing == {"merging"}):
-                self._all_do("updating")
+        elif name in ("guard", "note"):
+            return [f"{event.get('name', 'note')}: {event['message']}"]
+        states = set(self.doing.values())
+        idle = states == {"waiting"} or (len(self.doing) == 1 and states == {"merging"})
+        if name in ("rollout_end", "harvest_end") and idle:  # and nothing is to be merged
+            self.doing = dict.fromkeys(self.doing, "updating")
         return []
 
-    def _all_do(self, what: str) -> None:
-        self.doing = dict.fromkeys(self.doing, (what, self.now))
-
     def _step_line(self, update: Event) -> str:
-        step, total = update["step"], self.total_steps
-        ends = [events["rollout_end"] for events in self.latest.values() if "rollout_end" in events]
-        ends = [end for end in ends if end["step"] == step]
-        slowest = max((end["seconds"] for end in ends), default=0.0)
-        rate = sum(end["tokens"] for end in ends) / slowest if slowest else None
-        idle = [sum(part) for part in zip(*self.idle.values(), strict=True)] or [0.0, 0.0]
-        now = [after - before for after, before in zip(idle, self._told, strict=True)]
-        self._told = idle
+        recent, self._recent = self._recent, []
+        self._updates.append(update)
+        row, total = step_table(recent)[-1], self.total_steps
+        idle, harvested = row["idle_available_s"] or 0.0, row["idle_harvested_s"] or 0.0
         return (
-            f"step {step:>{len(str(total))}}/{total}  reward {number(update['reward'])}"
-            f"  accept length {number(ratio(_accept_pairs(ends)))}  {number(rate)} tok/s"
-            f"  idle {number(now[0])} s, harvested {number(now[1])} s"
-            f"  took {duration(update['step_seconds'])}, left {duration(self.seconds_left())}"
+            f"step {row['step']:>{len(str(total))}}/{total}  reward {number(row['reward'])}"
+            f"  accept length {number(row['accept_len'])}  {number(row['tok_s'])} tok/s"
+            f"  idle {number(idle)} s, harvested {number(harvested)} s"
+            f"  took {duration(row['step_s'])}, left {duration(self.seconds_left())}"
         )
 
     def seconds_left(self) -> float | None:
         """Remaining steps times the mean of the last five; None before the first step ends."""
-        recent = mean(update["step_seconds"] for update in self.updates[-5:])
-        return None if recent is None else (self.total_steps - self.updates[-1]["step"]) * recent
+        recent = mean(update["step_seconds"] for update in self._updates[-5:])
+        return None if recent is None else (self.total_steps - self._updates[-1]["step"]) * recent
 
-    def _progress(self, rank: int) -> Event:
-        """The newest of a rank's rollout events, with the rate and the rows done."""
-        events = self.latest.get(rank, {})
-        known = [events[n] for n in ("rollout_start", "rollout_progress", "rollout_end")
-                 if n in events]  # fmt: skip
-        newest = max(known, key=lambda event: event["t"], default={})
-        start = {"done": 0, "rows": events.get("rollout_start", {}).get("rows", 0)}
-        if newest.get("event") == "rollout_end":
-            start |= {"done": newest["rows"], "tok_s": newest["tokens"] / (newest["seconds"] or 1)}
-        return start | newest
+    def clock(self, now: float) -> str:
+        """Minutes and seconds from the start of the run to unix time `now`."""
+        return duration(now - self._started if self._started else 0.0)
 
-    def _window(self, rank: int) -> tuple[float, int]:
-        """Seconds and drafter steps of the open idle window."""
-        what, since = self.doing[rank]
-        step = self.latest.get(rank, {}).get("harvest_step", {"t": 0.0, "n": 0})
-        is_open = what == "harvesting" and step["t"] >= since
-        return (step["t"] - since, step["n"]) if is_open else (0.0, 0)
-
-    def phase_line(self, now: float) -> str:
-        """One plain line: what every rank is doing at unix time `now`."""
-        parts = []
-        for rank, (what, _) in sorted(self.doing.items()):
-            text = f"rank {rank} {what}"
-            if what == "generating":
-                at = self._progress(rank)
-                text += f", {at['done']} of {at['rows']} rows done, {number(at.get('tok_s'))} tok/s"
-            elif what == "harvesting":
-                text += f", {self._window(rank)[1]} drafter steps"
-            parts.append(text)
-        return f"  [{duration(max(now, self.now) - self.started)}] " + "; ".join(parts)
-
-    def renderable(self, now: float) -> Any:
-        """A rich renderable of the whole board at unix time `now`."""
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        rewards = [u["reward"] for u in self.updates if u["reward"] is not None]
-        head = (
-            f"step {self.updates[-1]['step'] if self.updates else 0}/{self.total_steps}   "
-            f"{duration(now - self.started if self.started else 0)} gone, "
-            f"{duration(self.seconds_left())} left   "
-            f"reward {' -> '.join(number(r) for r in rewards[:1] + rewards[1:][-1:]) or '-'}"
-        )
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for title in ("rank", "doing", "rows", "tok/s", "accept", "idle s", "harvested s"):
-            table.add_column(title, justify="left" if title == "doing" else "right", no_wrap=True)
-        for rank, (what, since) in sorted(self.doing.items()):
-            at, (available, harvested) = self._progress(rank), self.idle.get(rank, (0.0, 0.0))
-            table.add_row(
-                str(rank),
-                Text(f"{what} {now - since:.0f} s", style=_STYLE.get(what, "dim")),
-                f"{at['done']}/{at['rows']}",
-                number(at.get("tok_s")),
-                number(at.get("accept_len")),
-                number(available + (now - since if what == "harvesting" else 0.0)),
-                number(harvested + self._window(rank)[0]),
-            )
-        notes = [Text(note, style="yellow", overflow="ellipsis") for note in self.notes[-3:]]
-        return Group(Text(head), table, *notes)
+    def status(self) -> list[str]:
+        """What every rank is doing, one line each."""
+        lines = []
+        for rank, what in sorted(self.doing.items()):
+            at = self._at.get(rank, {})
+            more = {
+                "generating": f", {at.get('done', 0)} of {at.get('rows', 0)} rows done, "
+                f"{number(at.get('tok_s'))} tok/s, accept length {number(at.get('accept_len'))}",
+                "harvesting": f", {at.get('n', 0)} drafter steps",
+            }
+            lines.append(f"rank {rank} {what}{more.get(what, '')}")
+        return lines
 
 
-class _Tail:
-    """Reads the complete lines that were appended since the last call."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.offset = path, 0
-
-    def new_events(self) -> list[Event]:
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            data = file.read()
+def _follow(path: Path, stop: threading.Event) -> Iterator[list[Event]]:
+    """What was appended since the last look, four times a second; when `stop` is set one more look,
+    as the last lines of the log may be newer than the flag."""
+    offset, ending = 0, False
+    while not ending:
+        ending = stop.wait(0.25)
+        data = b""
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(offset)
+                data = file.read()
         complete = data[: data.rfind(b"\n") + 1]
-        self.offset += len(complete)
+        offset += len(complete)
         events = [parse_line(line) for line in complete.split(b"\n") if line.strip()]
-        return [event for event in events if event is not None]
+        yield [event for event in events if event is not None]
 
 
 def watch(
@@ -386,43 +320,45 @@ def watch(
 ) -> None:
     """Follow a run log until `stop` is set and show what every rank is doing.
 
-    A terminal gets a live table; anything else (or `plain=True`) one line per finished step and a
-    line of phases every few seconds. Any failure in here ends the display with one line on stderr
-    and leaves the run alone: a display must never stop a training.
+    One line per finished step; beneath them a terminal shows what each rank is doing right now.
+    Anything else (or `plain=True`) gets that as a line every few seconds. Any failure in here ends
+    the display with one line on stderr and leaves the run alone: a display must never stop a
+    training.
     """
     try:
-        tail, board = _Tail(Path(events_path)), Board(total_steps)
+        board = Board(total_steps)
+        news = (
+            [line for event in events for line in board.feed(event)]
+            for events in _follow(Path(events_path), stop)
+        )
         if plain if plain is not None else not sys.stdout.isatty():
-            _watch_plain(tail, board, stop)
+            _watch_plain(news, board, stop)
         else:
-            _watch_live(tail, board, stop)
+            _watch_live(news, board)
     except Exception as error:
         print(f"minitlt: the live display ended ({error!r}); the run goes on", file=sys.stderr)
 
 
-def _watch_plain(tail: _Tail, board: Board, stop: threading.Event, every_s: float = 5.0) -> None:
-    quiet_since, shown = time.monotonic(), ""
-    ending = False
-    while not ending:
-        ending = stop.wait(0.25)  # then one more look: the last lines may be newer than the flag
-        lines = [line for event in tail.new_events() for line in board.feed(event)]
-        if not lines and board.doing and time.monotonic() - quiet_since >= every_s and not ending:
-            quiet_since, line = time.monotonic(), board.phase_line(time.time())
-            phase = line.partition("]")[2]
-            lines, shown = [line] if phase != shown else [], phase
+def _watch_plain(news: Iterator[list[str]], board: Board, stop: threading.Event) -> None:
+    told, shown = time.monotonic(), board.status()
+    for lines in news:
+        quiet = time.monotonic() - told >= QUIET_S and not stop.is_set()
+        if not lines and quiet and board.status() != shown:
+            shown = board.status()
+            lines = [f"  [{board.clock(time.time())}] {'; '.join(shown)}"]
         if lines:
             print("\n".join(lines), flush=True)
-            quiet_since = time.monotonic()
+            told = time.monotonic()
 
 
-def _watch_live(tail: _Tail, board: Board, stop: threading.Event) -> None:
-    from rich.console import Console
+def _watch_live(news: Iterator[list[str]], board: Board) -> None:
     from rich.live import Live
+    from rich.text import Text
 
-    with Live(console=Console(), auto_refresh=False) as live:
-        ending = False
-        while not ending:
-            ending = stop.wait(0.25)
-            for event in tail.new_events():
-                board.feed(event)
-            live.update(board.renderable(time.time()), refresh=True)
+    with Live(auto_refresh=False, transient=True) as live:
+        for lines in news:
+            for line in lines:
+                live.console.print(Text(line))
+            clock, left = board.clock(time.time()), duration(board.seconds_left())
+            now = [f"{clock} gone, {left} left", *board.status()]
+            live.update(Text("\n".join(now), style="cyan"), refresh=True)

@@ -9,8 +9,7 @@ rewards, advantages, loss, logging and checkpoints. One generation, per rank:
     hand (completion ids, logprobs) back to TRL
 
 Keys are hash(seed, generation, global row), so the same run on one rank or eight draws the same
-completions. `full_parameters` yields the policy's weights one full tensor at a time, under DDP,
-FSDP2, ZeRO-3 and LoRA (merged out of place), with the same collectives on every rank.
+completions.
 
 Left out: images, TRL's own vLLM and continuous batching (refused with a reason).
 How to try it: `minitlt train`, `pytest tests/test_rl.py`.
@@ -20,14 +19,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -35,12 +32,7 @@ from minitlt.common import suggest
 from minitlt.config import ConfigError, RolloutConfig
 from minitlt.distill import DrafterTrainer, ReplayBuffer
 from minitlt.drafter import Eagle3Proposer
-from minitlt.eagle3 import (
-    DrafterConfig,
-    Eagle3Config,
-    Eagle3Drafter,
-    start_from_target,
-)
+from minitlt.eagle3 import DrafterConfig, Eagle3Config, Eagle3Drafter, start_from_target
 from minitlt.events import EventLog
 from minitlt.export import import_drafter
 from minitlt.guards import Guards, largest_gap
@@ -50,25 +42,15 @@ from minitlt.ngram import MergedDrafter, NgramDrafter
 from minitlt.spec import Arm, Bandit, Rollout, RolloutEngine, SamplingParams
 from minitlt.spot import INLINE, OFF, SpotConfig, SpotTrainer
 from minitlt.target import decoding_dtype, make_target
+from minitlt.weights import full_parameters, weights_fingerprint
 
 _CHECKED_TOKENS = 256  # of a completion, when logprobs are compared
 _EVAL_GENERATION = 1 << 40  # evaluation draws from generations that training never reaches
 _PASSED = {  # generation settings that the engine has, by TRL's name
-    "max_new_tokens": "max_new_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "min_new_tokens": "min_new_tokens",
-    "suppress_tokens": "suppress_ids",
-    "eos_token_id": "stop_ids",
-    "stop_strings": "stop_strings",
-}
-BYPASSES = {  # TRL options that would generate without our engine
-    "use_vllm": "rollouts come from minitlt's engine",
-    "use_transformers_continuous_batching": "rollouts come from minitlt's engine",
-}
+    name: name
+    for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+                 "min_new_tokens", "stop_strings")
+} | {"suppress_tokens": "suppress_ids", "eos_token_id": "stop_ids"}  # fmt: skip
 _TRL_METRICS = {  # what an `update` event takes from TRL's metrics, by TRL's name
     "reward": "reward",
     "reward_std": "reward_std",
@@ -141,7 +123,9 @@ class MiniTLTTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         config = kwargs.get("args") or (args[2] if len(args) > 2 else None)
-        refuse_bypasses(config, kwargs)
+        refuse_bypasses(vars(config) if config else {})
+        if kwargs.get("rollout_func") is not None:
+            raise ConfigError("rollout_func cannot be used with MiniTLTTrainer; use GRPOTrainer")
         super().__init__(*args, **kwargs)
         self.rollout_config = rollout or RolloutConfig()
         self.event_log = log
@@ -160,24 +144,20 @@ class MiniTLTTrainer(GRPOTrainer):
         )
         self.speculation.engine.on_step = self._between_steps
         self.speculation.engine.decode = self._tokenizer.decode
-        if self._corrects_sampling():
+        wish = self.rollout_config.importance_sampling
+        narrower = self.speculation.engine.target.dtype != self.model.dtype
+        if wish == "on" or (wish == "auto" and narrower):
             # With the method below overridden, this flag only switches TRL's importance-sampling
             # correction on; `args.use_vllm` stays false and no server is ever looked for.
             self.use_vllm, self.vllm_mode = True, "server"
         self.generation = 0
         self.evaluations = 0
         self._fingerprint: tuple[Any, ...] = ()
-        self._progress = Progress()
+        self._tell_at = 0.0  # when the next progress event is due
         self.guards = Guards(self._write)
         self.last_rollout: Rollout | None = None
         self.last_prompts: list[list[int]] = []
         self.add_callback(RunLogCallback(self))
-
-    def _corrects_sampling(self) -> bool:
-        wish = self.rollout_config.importance_sampling
-        if wish == "auto":
-            return self.speculation.engine.target.dtype != self.model.dtype
-        return wish == "on"
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, *args: Any, **kwargs: Any
@@ -196,7 +176,6 @@ class MiniTLTTrainer(GRPOTrainer):
         self._write(
             "rollout_start", step=step, rows=len(prompts), version=parts.engine.policy_version
         )
-        self._progress = Progress(step=step, last=time.perf_counter())
         rollout = parts.engine.generate(prompts, self.sampling, keys)
         self.guards.rollout(len(prompts), rollout, trained=parts.trainer.version > 0)
         self._log_rollout(step, rollout)
@@ -289,9 +268,21 @@ class MiniTLTTrainer(GRPOTrainer):
 
     def _between_steps(self, engine: RolloutEngine) -> None:
         self.speculation.between_steps(engine)
-        fields = self._progress.due(engine)
-        if fields:
-            self._write("rollout_progress", **fields)
+        if (now := time.perf_counter()) < self._tell_at:
+            return
+        self._tell_at = now + 1.0
+        stats, active, seconds = engine.stats, len(engine.active), now - engine.started
+        self._write(
+            "rollout_progress",
+            step=self.state.global_step + 1,
+            active=active,
+            done=engine.num_rows - active - len(engine.waiting),
+            tokens=stats.tokens,
+            seconds=seconds,
+            tok_s=stats.tokens / seconds,
+            accept_len=stats.accept_length,
+            arm=engine.arm.name,
+        )
 
     def _write(self, event: str, **fields: Any) -> None:
         if self.event_log is not None:
@@ -321,13 +312,10 @@ class MiniTLTTrainer(GRPOTrainer):
     def _record_metrics(self, mode: str, rollout: Rollout) -> None:
         """TRL's own metrics get ours beside them, as sums over ranks (one gather)."""
         stats = rollout.stats
-        mine = torch.tensor(
-            [stats.tokens, stats.row_steps, stats.seconds, stats.verify_steps],
-            device=self.accelerator.device,
-            dtype=torch.float32,
-        )
-        tokens, row_steps, _, steps = self.accelerator.gather(mine[None]).sum(0).tolist()
-        slowest = self.accelerator.gather(mine[None])[:, 2].max().item()
+        mine = [float(stats.tokens), stats.row_steps, stats.verify_steps, stats.seconds]
+        every = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device))
+        tokens, row_steps, steps, _ = every.sum(0).tolist()
+        slowest = every[:, 3].max().item()
         metrics = {
             "spec/accept_length": tokens / max(row_steps, 1),
             "spec/verify_steps": steps,
@@ -336,38 +324,6 @@ class MiniTLTTrainer(GRPOTrainer):
         }
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
-
-
-@dataclass
-class Progress:
-    """Turns the engine's running totals into at most one progress event a second."""
-
-    step: int = 0
-    last: float = 0.0
-    tokens: int = 0
-    row_steps: int = 0
-    arms: dict[str, int] = field(default_factory=dict)
-    period: float = 1.0
-
-    def due(self, engine: RolloutEngine) -> dict[str, Any]:
-        self.arms[engine.arm.name] = self.arms.get(engine.arm.name, 0) + 1
-        now = time.perf_counter()
-        if now - self.last < self.period:
-            return {}
-        stats, waiting = engine.stats, len(engine.waiting)
-        tokens, row_steps = stats.tokens - self.tokens, stats.row_steps - self.row_steps
-        fields = {
-            "step": self.step,
-            "active": len(engine.active),
-            "done": engine.num_rows - len(engine.active) - waiting,
-            "tokens": stats.tokens,
-            "seconds": now - engine.started,
-            "tok_s": tokens / (now - self.last),
-            "accept_len": tokens / max(row_steps, 1),
-            "arm": max(self.arms, key=lambda name: self.arms[name]),
-        }
-        self.last, self.tokens, self.row_steps, self.arms = now, stats.tokens, stats.row_steps, {}
-        return fields
 
 
 class RunLogCallback(TrainerCallback):
@@ -390,12 +346,11 @@ class RunLogCallback(TrainerCallback):
         news = {name: values[self._read.get(name, 0) :] for name, values in lists.items()}
         self._read = {name: len(values) for name, values in lists.items()}
         mean = {name: sum(values) / len(values) for name, values in news.items() if values}
-        fields = {name: mean.get(name) for name in ("reward", "reward_std", "mean_length")}
-        fields |= {name: mean[name] for name in ("kl", "entropy") if name in mean}
         seconds = mean.get("step_seconds", 0.0)
         update = max(seconds - sum(news["rollout"]), 0.0)  # of all its generations
         self.fields = {"step": state.global_step, "seconds": update, "step_seconds": seconds}
-        self.fields |= fields
+        self.fields |= {name: mean.get(name) for name in ("reward", "reward_std", "mean_length")}
+        self.fields |= {name: mean[name] for name in ("kl", "entropy") if name in mean}
         if not control.should_log:
             self._write(loss=None, grad_norm=None)
 
@@ -438,13 +393,13 @@ class RunLogCallback(TrainerCallback):
         return sum(known) if known and len(set(names)) == len(names) else None
 
 
-def refuse_bypasses(args: Any, kwargs: dict[str, Any]) -> None:
+def refuse_bypasses(options: Mapping[str, Any]) -> None:
     """Raises ConfigError for TRL options that would generate without our engine."""
-    for name, reason in BYPASSES.items():
-        if args is not None and getattr(args, name, False):
-            raise ConfigError(f"{name}: true cannot be used here; {reason}")
-    if kwargs.get("rollout_func") is not None:
-        raise ConfigError("rollout_func cannot be used with MiniTLTTrainer; use GRPOTrainer")
+    for name in ("use_vllm", "use_transformers_continuous_batching"):
+        if options.get(name):
+            raise ConfigError(
+                f"{name}: true cannot be used here; rollouts come from minitlt's engine"
+            )
 
 
 def sampling_params(generation: dict[str, Any]) -> SamplingParams:
@@ -530,64 +485,6 @@ def start_drafter(model: Any, target: Any, settings: DrafterConfig) -> Eagle3Dra
         named = full_parameters(model)
         start_from_target(eagle, {n: t for n, t in named if last in n or n == "model.norm.weight"})
     return eagle
-
-
-def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, full tensor) of every policy weight, one at a time.
-
-    Every rank must iterate to the end, in the same order: DTensors (FSDP2) and ZeRO-3 shards are
-    gathered by a collective each. LoRA deltas are added out of place in fp32, so the base weights
-    are never touched. Gradients do not flow.
-    """
-    layers = _adapted_layers(model)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name or ".original_module." in name:
-            continue
-        clean = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        clean = clean.replace(".modules_to_save.default.", ".")
-        with _gathered(parameter), torch.no_grad():
-            full = parameter.detach()
-            if hasattr(full, "full_tensor"):
-                full = full.full_tensor()
-            layer = layers.get(name.removesuffix(".base_layer.weight"))
-            if layer is not None and name.endswith(".base_layer.weight"):
-                full = _merged(layer, full)
-            yield clean, full
-
-
-def _adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """LoRA layers by the name of their module; empty for a plain model."""
-    if not hasattr(model, "peft_config"):
-        return {}
-    for name, module in model.named_modules():
-        for kind in ("lora_magnitude_vector", "lora_embedding_A"):
-            if len(getattr(module, kind, None) or ()):
-                raise ConfigError(f"{name}: DoRA and LoRA on embeddings are not supported")
-    return {n: m for n, m in model.named_modules() if hasattr(m, "lora_A") and len(m.lora_A)}
-
-
-def _merged(layer: Any, weight: Tensor) -> Tensor:
-    """W + sum of the active adapters' deltas, in fp32, in a new tensor."""
-    total = weight.float()
-    for adapter in layer.active_adapters:
-        if adapter in layer.lora_A:
-            total = total + layer.get_delta_weight(adapter).float()
-    return total
-
-
-def _gathered(parameter: nn.Parameter) -> Any:
-    """Context in which a ZeRO-3 parameter is whole; nothing to do for others."""
-    if not hasattr(parameter, "ds_id"):
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters([parameter])
-
-
-def weights_fingerprint(model: nn.Module, global_step: int) -> tuple[Any, ...]:
-    """Changes whenever an optimizer step, a reload or another adapter may have moved weights."""
-    versions = sum(p._version for p in model.parameters())
-    return global_step, versions, getattr(model, "active_adapter", None)
 
 
 def make_rollout_func(

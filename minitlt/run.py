@@ -11,7 +11,6 @@ report.html, pictures/. How to try it: `minitlt train --dry-run`, `minitlt train
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 import platform
@@ -37,7 +36,16 @@ from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, get_dataset, get_peft_config
 from trl.scripts.grpo import GRPOScriptArguments
 
-from minitlt.common import by_piece, one_line, reading, suggest, write_atomically
+from minitlt.common import (
+    by_piece,
+    is_whole,
+    one_line,
+    reading,
+    seal,
+    suggest,
+    version_of,
+    write_atomically,
+)
 from minitlt.config import (
     BLOCKS,
     ConfigError,
@@ -54,16 +62,16 @@ from minitlt.export import import_drafter
 from minitlt.kernels import row_key
 from minitlt.models import HubUnreachable, resolve_drafter, resolve_model
 from minitlt.report import summarize
-from minitlt.rl import BYPASSES, MiniTLTTrainer, sampling_params
+from minitlt.rewards import resolve_rewards
+from minitlt.rl import MiniTLTTrainer, refuse_bypasses, sampling_params
 from minitlt.spec import Arm, RolloutEngine, SamplingParams
 from minitlt.spot import SpotConfig
 from minitlt.swap import read_drafter
-from minitlt.tasks import Task, encode_prompt, load_task, resolve_rewards
+from minitlt.tasks import Task, encode_prompt, load_task
 from minitlt.tensorfile import read_tensors, write_tensors
 
 _TRL_CLASSES = (GRPOConfig, ModelConfig, GRPOScriptArguments, DatasetMixtureConfig)
 _STATE = "minitlt"  # our part of a checkpoint folder
-_WHOLE = "whole.json"  # there when the checkpoint is whole: the size of each of its files
 ORPHAN_SECONDS = 40.0  # for the current step and a checkpoint, once the launcher is gone
 _PROOF_GENERATION = 1 << 41  # keys of the final comparison, never used by training
 
@@ -101,11 +109,10 @@ def prepare(
             raise ConfigError(
                 f"rollout.arms: {text!r} has no drafter; sources: ngram, eagle, merged"
             )
-    for name in BYPASSES:
-        if config.trl.get(name):
-            raise ConfigError(f"{name}: {config.trl[name]} cannot be used here; {BYPASSES[name]}")
-    args, model, script, mixture = _trl_configs(config.trl, run_dir, world_size or config.nproc)
-    algebra = batch_algebra(args, world_size or config.nproc)
+    refuse_bypasses(config.trl)
+    args, model, script, mixture, algebra = _trl_configs(
+        config.trl, run_dir, world_size or config.nproc
+    )
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path is missing; the default model is 'smollm2-135m'")
     fetch = partial(_fetch, algebra if lazy else None)
@@ -166,7 +173,7 @@ def _check_drafter(start: str, model_path: str) -> None:
 
 
 def _trl_configs(values: dict[str, Any], run_dir: Path, world_size: int) -> tuple[Any, ...]:
-    """TRL's four configuration objects from one flat mapping."""
+    """TRL's four configuration objects from one flat mapping, and the batch algebra."""
     fields = {f.name: cls for cls in _TRL_CLASSES for f in dataclasses.fields(cls) if f.init}
     hints = {cls: typing.get_type_hints(cls) for cls in _TRL_CLASSES}
     sorted_values: dict[Any, dict[str, Any]] = {cls: {} for cls in _TRL_CLASSES}
@@ -181,28 +188,24 @@ def _trl_configs(values: dict[str, Any], run_dir: Path, world_size: int) -> tupl
         grpo.setdefault("bf16", False)
     grpo.setdefault("report_to", "none")
     grpo["output_dir"] = str(run_dir / "checkpoints")
-    batch_algebra(_batch_sizes(grpo, world_size), world_size)  # TRL's own message has no algebra
+    algebra = batch_algebra(_batch_sizes(grpo, world_size), world_size)  # TRL's message has none
     try:
         with warnings.catch_warnings():  # TRL fills in fields that transformers is renaming
             warnings.simplefilter("ignore", FutureWarning)
-            return tuple(cls(**sorted_values[cls]) for cls in _TRL_CLASSES)
+            return *(cls(**sorted_values[cls]) for cls in _TRL_CLASSES), algebra
     except Exception as error:  # whatever its many checks raise
         raise ConfigError(f"TRL: {one_line(error)}") from error
 
 
 def _batch_sizes(given: dict[str, Any], world_size: int) -> SimpleNamespace:
     """The sizes that GRPOConfig would settle on, before it is built."""
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations",
-             "num_iterations", "steps_per_generation", "generation_batch_size")  # fmt: skip
-    defaults = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
-    size = SimpleNamespace(**{name: given.get(name, defaults[name]) for name in names})
+    fields = dataclasses.fields(GRPOConfig)
+    size = SimpleNamespace(**{f.name: given.get(f.name, f.default) for f in fields})
     if size.steps_per_generation is None:
-        whole = max(size.per_device_train_batch_size * world_size, 1)
-        size.steps_per_generation = (
-            size.generation_batch_size // whole
-            if size.generation_batch_size
-            else size.gradient_accumulation_steps
-        )
+        size.steps_per_generation = size.gradient_accumulation_steps
+        if size.generation_batch_size:
+            whole = max(size.per_device_train_batch_size * world_size, 1)
+            size.steps_per_generation = size.generation_batch_size // whole
     return size
 
 
@@ -314,18 +317,13 @@ def hub_dataset(prepared: Prepared, split: str) -> Any:
 
 def _write_run_event(log: EventLog, prepared: Prepared, trainer: MiniTLTTrainer) -> None:
     names = ("minitlt", "torch", "transformers", "trl", "accelerate", "triton", "safetensors")
-    versions = {"python": platform.python_version()}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = {name: version for name in names if (version := version_of(name))}
     target = trainer.speculation.engine.target
     log.write(
         "run",
         config={"nproc": prepared.config.nproc, **prepared.config.trl}
         | {name: getattr(prepared.config, name) for name in BLOCKS},
-        versions=versions,
+        versions={"python": platform.python_version()} | versions,
         world_size=trainer.accelerator.num_processes,
         target={
             "name": prepared.model.model_name_or_path,
@@ -478,26 +476,6 @@ def load_state(trainer: MiniTLTTrainer, folder: Path) -> None:
             for i, batch in enumerate(plain["batches"])
         ] or None
     parts.proposer.reload()
-
-
-def seal(folder: Path) -> None:
-    """Marks a checkpoint as whole, once all ranks' files are there and on the disk."""
-    sizes = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != _WHOLE:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-            sizes[str(path.relative_to(folder))] = path.stat().st_size
-    write_atomically(folder / _STATE / _WHOLE, json.dumps(sizes))
-
-
-def is_whole(folder: Path) -> bool:
-    """Whether the checkpoint was sealed and its files still have the sizes they had then."""
-    try:
-        sizes = json.loads((folder / _STATE / _WHOLE).read_text(encoding="utf-8"))
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, AttributeError):
-        return False
 
 
 def checkpoints(folder: Path) -> list[Path]:

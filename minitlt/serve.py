@@ -48,9 +48,9 @@ Prompt = str | list[dict[str, Any]]
 
 @dataclass
 class Served:
-    """A model, loaded, with everything that drafts for it."""
+    """A model, loaded, with everything that drafts for it; weights: which ones, in which dtype."""
 
-    name: str
+    weights: tuple[str, str]
     engine: RolloutEngine
     tokenizer: Any
     stop_ids: tuple[int, ...]
@@ -93,7 +93,7 @@ def load_served(
     engine = RolloutEngine(
         target, drafters, Bandit(chosen), max_rows=max_rows, decode=tokenizer.decode
     )
-    return Served(str(path), engine, tokenizer, stop_ids)
+    return Served((str(Path(path).resolve()), dtype), engine, tokenizer, stop_ids)
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -271,20 +271,23 @@ def _encode(served: Served, prompt: Prompt, raw: bool, index: int) -> list[int]:
 
 
 class Printer:
-    """Prints the only row's text as it grows."""
+    """Rows on the screen: as JSON lines, or (live) the text of the only row, as it grows."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.text = tokenizer, ""
+    def __init__(self, tokenizer: Any, live: bool) -> None:
+        self.tokenizer, self.live, self.shown = tokenizer, live, ""
 
     def step(self, engine: RolloutEngine) -> None:
         if engine.active:
             self.show(self.tokenizer.decode(engine.active[0].tokens, skip_special_tokens=True))
 
-    def show(self, text: str, last: bool = False) -> None:
-        """Half a character at the end is shown when the rest of it has come."""
-        if last or not text.endswith("\ufffd"):
-            print(text[len(self.text) :], end="\n" if last else "", flush=True)
-            self.text = text
+    def show(self, text: str) -> None:
+        if not text.endswith("\ufffd"):  # half a character is shown when the rest of it has come
+            print(text[len(self.shown) :], end="", flush=True)
+            self.shown = text
+
+    def finish(self, row: dict[str, Any]) -> None:
+        rest = row["completion"][len(self.shown) :]
+        print(rest if self.live else json.dumps(row, ensure_ascii=False), flush=True)
 
 
 def run_generate(
@@ -293,30 +296,23 @@ def run_generate(
     params: SamplingParams,
     out: Path | None,
     *,
-    dtype: str,
     seed: int,
     raw: bool,
     live: bool,
 ) -> None:
     """`minitlt generate`: rows to a file that can be resumed, or to the screen."""
     if out is None:
-        printer = Printer(served.tokenizer)
-        show = (lambda row: printer.show(row["completion"], last=True)) if live else _print_row
+        printer = Printer(served.tokenizer, live)
         on_step = printer.step if live else None
-        generate(served, prompts, params, show, seed=seed, raw=raw, on_step=on_step)
+        generate(served, prompts, params, printer.finish, seed=seed, raw=raw, on_step=on_step)
         return
-    made_with = (str(Path(served.name).resolve()), dtype, seed, raw, astuple(params))
-    rows = RowFile(out, prompts, repr(made_with))
+    rows = RowFile(out, prompts, repr((*served.weights, seed, raw, astuple(params))))
     try:
         if rows.done:
             print(f"{len(rows.done)} of {len(prompts)} rows are in {out}", file=sys.stderr)
         generate(served, prompts, params, rows.write, seed=seed, raw=raw, skip=rows.done)
     finally:
         rows.close()
-
-
-def _print_row(row: dict[str, Any]) -> None:
-    print(json.dumps(row, ensure_ascii=False), flush=True)
 
 
 # Export.

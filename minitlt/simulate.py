@@ -96,7 +96,7 @@ def depth_by_rows(lengths: Iterable[int], slots: int) -> dict[int, int]:
 
 def measure(events: list[Event]) -> Costs:
     """The costs in a run log. ValueError says what the log lacks."""
-    rollouts = [end for ends in by_step(events, "rollout_end").values() for end in ends]
+    rollouts, windows = _every(events, "rollout_end"), _every(events, "harvest_end")
     updates = {step: ends[0] for step, ends in by_step(events, "update").items()}
     if not rollouts or not updates:
         raise ValueError("the run log holds no finished step; nothing can be simulated from it")
@@ -107,13 +107,13 @@ def measure(events: list[Event]) -> Costs:
             seconds[_bucket(rows)] += until - at
         for rows, tokens in depth_by_rows(end["lengths"], _slots(end)).items():
             depth[_bucket(rows)] += tokens
-    windows = [end for ends in by_step(events, "harvest_end").values() for end in ends]
     extra = _mean_of_slowest(events, "harvest_end", "overshoot_s")
     extra += _mean_of_slowest(events, "merge", "seconds")
-    if len(by_step(events, "rollout_end")[rollouts[0]["step"]]) == 1:  # inline: time of its own
-        extra += _mean_of_slowest(events, "harvest_end", "harvested_s")
     idle = sum(w["available_s"] for w in windows)
-    longest = {n: max(map(_longest, ends)) for n, ends in by_step(events, "rollout_end").items()}
+    by_generation = by_step(events, "rollout_end")
+    if len(by_generation[rollouts[0]["step"]]) == 1:  # inline: time of its own
+        extra += _mean_of_slowest(events, "harvest_end", "harvested_s")
+    longest = {n: max(max(e["lengths"]) for e in ends) for n, ends in by_generation.items()}
     # A step that trains on an earlier generation has no rollout of its own.
     before = {n: max((g for g in longest if g <= n), default=min(longest)) for n in updates}
     rest = [(1.0, longest[before[n]], max(u["seconds"] - extra, 0.0)) for n, u in updates.items()]
@@ -127,6 +127,11 @@ def measure(events: list[Event]) -> Costs:
     )
 
 
+def _every(events: list[Event], name: str) -> list[Event]:
+    """The events called `name`, of every step and rank."""
+    return [event for ranks in by_step(events, name).values() for event in ranks]
+
+
 def _mean_of_slowest(events: list[Event], name: str, field: str) -> float:
     """Over the steps, the mean of the largest value on any rank; 0 if there is none."""
     return mean([max(e[field] for e in ends) for ends in by_step(events, name).values()] or [0.0])
@@ -136,12 +141,8 @@ def _slots(end: Event) -> int:
     return max(rows for _, rows in end["active_trace"])
 
 
-def _longest(end: Event) -> int:
-    return max(end["lengths"])
-
-
 def _most_slots(events: list[Event]) -> int:
-    return max(_slots(end) for ends in by_step(events, "rollout_end").values() for end in ends)
+    return max(map(_slots, _every(events, "rollout_end")))
 
 
 def _plain_cost(off: list[dict[str, float]]) -> tuple[float, float]:

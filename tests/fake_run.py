@@ -13,12 +13,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from minitlt.events import EventLog
+from minitlt.events import Event, EventLog, table
 
 CAP = 256
 ARMS = {"off": (0, 0.0), "ngram-3": (3, 0.8), "eagle-3": (3, 1.0), "eagle-5": (5, 1.0)}
 HOSTILE = '<script>alert("x")</script> & <img src="http://example.com/a.png"> "tags"'
 WORDS = ["the", "sum", "of", "12", "and", "7", "is", "19", "so", "first", "add", "carry", "digit"]
+
+
+def check_event(event: Event) -> list[str]:
+    """Say how `event` departs from metrics.md: unknown event, unknown field, missing field."""
+    name = event.get("event", "")
+    known = table(name)
+    if not known:
+        return [f"unknown event {name!r}"]
+    found = set(event) - {"t", "rank", "event", "nonfinite"}
+    required = {field for field, (text,) in known.items() if not text.startswith("optional")}
+    unknown = [f"{name}: unknown field {field!r}" for field in sorted(found - set(known))]
+    return unknown + [f"{name}: field {field!r} is missing" for field in sorted(required - found)]
 
 
 class Clock:

@@ -5,15 +5,16 @@ How to run: python -m pytest tests/test_bench_step.py (-m slow for the whole on 
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from tiny import save_tiny_model
 
-spec = importlib.util.spec_from_file_location(
-    "bench_step", Path(__file__).parent.parent / "benchmarks" / "step.py"
-)
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # for _machine.py beside it
+spec = importlib.util.spec_from_file_location("bench_step", BENCHMARKS / "step.py")
 assert spec and spec.loader
 step = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(step)

@@ -61,12 +61,16 @@ def config(tmp_path_factory):
     return path
 
 
-def test_help_is_fast():
-    start = time.perf_counter()
-    command = [sys.executable, "-m", "minitlt.cli", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "train" in done.stdout
-    assert time.perf_counter() - start < 2.0  # 0.1 s on an idle machine
+@pytest.mark.parametrize("command", ["", "train", "generate"])  # the last two have most options
+def test_help_is_fast(command):
+    """Under half a second of one core, whatever else the machine does meanwhile."""
+    words = [sys.executable, "-m", "minitlt.cli", *([command] if command else []), "--help"]
+    before = os.times()
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    after = os.times()
+    assert (command or "train") in done.stdout
+    used = after.children_user - before.children_user
+    assert used + after.children_system - before.children_system < 0.5  # 0.2 s on an idle machine
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ def test_output_that_goes_nowhere(redirect, code):
         (["--per_device_train_batch_size", "6"], "a group of num_generations 4 would be split"),
         (["--num_generations", "3"], "num_generations"),
         (["extra", "--config", "x.yaml"], "give a recipe or --config, not both"),
-        (["--use_vllm", "true"], "use_vllm: True cannot be used here"),
+        (["--use_vllm", "true"], "use_vllm: true cannot be used here"),
         (["stray"], "no recipe 'stray'"),
         (["--seed", "!!bool x"], "--seed: cannot read '!!bool x'"),
         (["--seed", "2024-13-45"], "--seed: cannot read '2024-13-45': month must be"),

@@ -15,9 +15,9 @@ from minitlt.config import ConfigError
 from minitlt.draft import Draft, chain_parents
 from minitlt.eagle3 import DrafterConfig
 from minitlt.guards import FP32_GAP, NARROW_GAP, Guards, largest_gap
+from minitlt.rewards import GuardedReward
 from minitlt.rl import build_speculation
 from minitlt.spot import SpotConfig
-from minitlt.tasks import GuardedReward
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
 
@@ -189,7 +189,8 @@ def test_failures_of_rewards_are_counted():
         return [1.0 if c == "good" else float("inf") for c in completions]
 
     reward, guards = GuardedReward(flaky), Guards(log.write)
-    assert reward(["p"] * 3, ["good", "bad", "odd"]) == [1.0, 0.0, 0.0]
+    columns = {"prompts": ["p"] * 3, "completions": ["good", "bad", "odd"]}
+    assert reward(**columns) == [1.0, 0.0, 0.0]
     guards.rewards([reward, flaky])
     guards.rewards([reward, flaky])
     assert guards.counts == {"reward_failed": 2}
@@ -280,7 +281,7 @@ def test_a_torn_checkpoint_is_passed_over(checkpoint, tmp_path):
         with open(checkpoint / name, "ab") as file:
             file.write(b"x")
         assert run.last_checkpoint(tmp_path) == checkpoint
-    for text in ("", "[1]", '{"gone.bin": 1}'):
+    for text in ("", "[1]", "{}", '{"files": {"gone.bin": 1}}'):
         (checkpoint / "minitlt" / "whole.json").write_text(text)
         assert not run.is_whole(checkpoint)
 

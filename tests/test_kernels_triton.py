@@ -16,6 +16,7 @@ import triton.language as tl  # noqa: E402
 from minitlt import kernels as K  # noqa: E402
 from minitlt import kernels_triton as KT  # noqa: E402
 from minitlt import kernels_triton_model as KM  # noqa: E402
+from minitlt.noise import SEEDS  # noqa: E402
 
 # The interpreter computes both branches of a select in numpy, which warns of what is thrown away.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -60,7 +61,7 @@ def test_noise_is_the_same_bits():
     k, positions = keys(4).to(DEVICE), torch.tensor([0, 1, 2**31, 2**40], device=DEVICE)
     hashes = torch.empty(4, 2048, dtype=torch.int64, device=DEVICE)
     noise = torch.empty(4, 2048, device=DEVICE)
-    noise_kernel[(4,)](k, positions, hashes, noise, 2048, *K.SEEDS, enable_fp_fusion=False)
+    noise_kernel[(4,)](k, positions, hashes, noise, 2048, *SEEDS, enable_fp_fusion=False)
     ids = torch.arange(2048)
     assert torch.equal(hashes.cpu(), K.hash_bits(k.cpu(), positions.cpu(), ids))
     assert torch.equal(noise.cpu(), K.gumbel_noise(k.cpu(), positions.cpu(), ids))

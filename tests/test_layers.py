@@ -17,9 +17,10 @@ ALLOWED = {
     "swap": {"tensorfile"},
     # inference
     "draft": set(),
-    "kernels": {"kernels_cpu", "kernels_triton"},
-    "kernels_cpu": {"kernels"},
-    "kernels_triton": {"kernels"},
+    "noise": set(),
+    "kernels": {"kernels_cpu", "kernels_triton", "noise"},
+    "kernels_cpu": {"kernels", "noise"},
+    "kernels_triton": {"kernels", "noise"},
     "kernels_triton_model": {"kernels", "kernels_cpu", "kernels_triton"},
     "slots": {"draft", "kernels"},
     "graphs": set(),
@@ -37,7 +38,8 @@ ALLOWED = {
     "spot": {"ranks", "swap", "tensorfile"},
     # data, configuration, the log and what is drawn from it: no torch at import
     "models": set(),
-    "tasks": {"models"},
+    "rewards": set(),
+    "tasks": {"models", "rewards"},
     "events": set(),
     "report": {"events"},
     "charts": {"events", "report"},
@@ -45,10 +47,11 @@ ALLOWED = {
     "page": {"events", "report", "charts", "pictures"},
     # training
     "guards": {"spec"},
+    "weights": {"config"},
     "rl": {"config", "distill", "draft", "drafter", "eagle3", "events", "export", "guards",
-           "kernels", "models", "ngram", "spec", "spot", "target"},
+           "kernels", "models", "ngram", "spec", "spot", "target", "weights"},
     "run": {"config", "distill", "drafter", "eagle3", "export", "events", "kernels", "models",
-            "report", "rl", "spec", "spot", "swap", "tasks", "tensorfile"},
+            "report", "rewards", "rl", "spec", "spot", "swap", "tasks", "tensorfile"},
     "launch": {"report", "page", "swap"},
     # commands
     "simulate": {"events", "report"},
@@ -60,8 +63,8 @@ ALLOWED = {
     "cli": {"compare", "config", "doctor", "launch", "models", "page", "report", "run", "serve",
             "simulate", "spec", "warmup"},
 }  # fmt: skip
-LIGHT = ["config", "models", "tasks", "events", "report", "charts", "pictures", "page", "simulate",
-         "compare", "doctor", "cli"]  # fmt: skip
+LIGHT = ["config", "models", "rewards", "tasks", "events", "report", "charts", "pictures", "page",
+         "simulate", "compare", "doctor", "cli"]  # fmt: skip
 
 
 def imports(path):

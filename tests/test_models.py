@@ -72,8 +72,10 @@ def write_gguf(
     packed: tuple[str, ...] = (),
     arch: str = "llama",
     pre: str = "smollm",
+    extra: str = "",
 ) -> None:
-    """Write `model` as GGUF; tensors whose name ends in one of `packed` become Q8_0."""
+    """Write `model` as GGUF; tensors whose name ends in one of `packed` become Q8_0. extra: the
+    name of one more tensor."""
     config, (tokens, merges) = model.config, vocabulary()
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -94,17 +96,11 @@ def write_gguf(
     writer.add_pad_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_chat_template(TEMPLATE)
-    names = {new: old for old, new in models._LAYER_NAMES.items()}
-    tops = {new: old for old, new in models._TOP_NAMES.items()}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
-        stem, array = name.removesuffix(".weight"), tensor.numpy()
-        if stem == "lm_head" and config.tie_word_embeddings:
+        old, array = names.get_name(name.removesuffix(".weight")), tensor.numpy()
+        if old == "output" and config.tie_word_embeddings:
             continue
-        if stem in tops:
-            old = tops[stem]
-        else:
-            layer, part = stem.removeprefix("model.layers.").split(".", 1)
-            old = f"blk.{layer}.{names[part]}"
         if old.endswith("attn_q"):
             array = permute(array, HEADS)
         if old.endswith("attn_k"):
@@ -114,6 +110,8 @@ def write_gguf(
             writer.add_tensor(f"{old}.weight", quantize(array, kind), raw_dtype=kind)
         else:
             writer.add_tensor(f"{old}.weight", np.ascontiguousarray(array))
+    if extra:
+        writer.add_tensor(extra, np.zeros(8, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -176,8 +174,9 @@ def test_what_is_not_converted_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="llama-bpe"):
         models.convert_gguf(tmp_path / "p.gguf", tmp_path / "out2")
     for name in ("rope_freqs.weight", "blk.0.attn_q.bias", "blk.0.ssm_in.weight"):
-        with pytest.raises(ValueError, match="no place"):
-            models.tensor_name(name)
+        write_gguf(tmp_path / f"{name}.gguf", model, extra=name)
+        with pytest.raises(ValueError, match=f"'{name}' has no place"):
+            models.convert_gguf(tmp_path / f"{name}.gguf", tmp_path / name)
 
 
 def digest(path: Path) -> str:

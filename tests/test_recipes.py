@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from minitlt.cli import app
 from minitlt.config import recipe_paths
-from minitlt.tasks import resolve_rewards
+from minitlt.rewards import resolve_rewards
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = recipe_paths()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_run import check_event
 from grpo import SHARED_PROMPTS, make_trainer
 from ranks import two_ranks
 from safetensors.torch import load_file
@@ -16,7 +17,7 @@ from tiny import save_tiny_model
 from trl import GRPOTrainer
 
 from minitlt.config import ConfigError, RolloutConfig
-from minitlt.events import EventLog, check_event, read_events, table
+from minitlt.events import EventLog, read_events, table
 from minitlt.rl import Speculation, full_parameters, sampling_params
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans

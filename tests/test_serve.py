@@ -219,18 +219,18 @@ def test_bad_input_of_generate_is_one_line(model_dir, arguments, message):
 
 
 def test_half_a_character_is_held_back(capsys):
-    printer = Printer(None)
+    printer = Printer(None, live=True)
     for text in ("a", "a\ufffd", "a\u00e9", "a\u00e9b"):
         printer.show(text)
-    printer.show("a\u00e9b!", last=True)
+    printer.finish({"completion": "a\u00e9b!"})
     assert capsys.readouterr().out == "a\u00e9b!\n"
 
 
 def test_one_prompt_is_shown_as_it_grows(model_dir, capsys):
     server = served(model_dir)
-    run_generate(server, ["hello"], PARAMS, None, dtype="fp32", seed=0, raw=True, live=True)
+    run_generate(server, ["hello"], PARAMS, None, seed=0, raw=True, live=True)
     shown = capsys.readouterr()
-    run_generate(server, ["hello"], PARAMS, None, dtype="fp32", seed=0, raw=True, live=False)
+    run_generate(server, ["hello"], PARAMS, None, seed=0, raw=True, live=False)
     row = json.loads(capsys.readouterr().out)
     assert shown.out == row["completion"] + "\n"
     assert "tokens/s, accept length 1.00" in shown.err

@@ -16,8 +16,9 @@ import reasoning_gym
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitlt import tasks
-from minitlt.tasks import GuardedReward, extract_answer, load_task, resolve_rewards
+from minitlt import rewards, tasks
+from minitlt.rewards import GuardedReward, extract_answer, resolve_rewards
+from minitlt.tasks import load_task
 
 
 def said(text: str) -> list[dict[str, str]]:
@@ -86,7 +87,7 @@ def test_prompts() -> None:
 
 def test_dataset_has_the_columns_that_rewards_need() -> None:
     task = load_task("letter_counting", size=3)
-    assert task.to_dataset().column_names == ["prompt", "answer", "entry"]
+    assert list(task.rows[0]) == ["prompt", "answer", "entry"]
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "pool_matrix", "list_functions"])
@@ -139,26 +140,26 @@ def test_extract_answer() -> None:
     }
     assert {text: extract_answer(text) for text in cases} == cases
     bare = {"5.": "5", "**5**": "5", "$\\boxed{7}$": "7", '"sun"': "sun", "['1']": "['1']"}
-    assert {text: tasks.bare_answer(text) for text in bare} == bare
+    assert {text: rewards.bare_answer(text) for text in bare} == bare
 
 
 def test_format_reward() -> None:
     good = ["4 and 1.\nAnswer: 5", "Answer: 5\n\n", "**Answer: 5**"]
     bad = ["Answer: 5\nBye", "Answer: 5\nAnswer: 5", "so Answer: 5", "Answer:", "5", ""]
-    assert score(tasks.answer_format, good) == [1.0] * 3
-    assert score(tasks.answer_format, bad) == [0.0] * 6
+    assert score(rewards.answer_format, good) == [1.0] * 3
+    assert score(rewards.answer_format, bad) == [0.0] * 6
 
 
 def test_exact_and_math_rewards() -> None:
     texts = ["Answer: 1/2", "Answer: 0.5", r"so $\boxed{\frac{1}{2}}$", "Answer: 2", "1/2"]
     wanted = ["1/2"] * 5
-    assert score(tasks.exact_answer, texts, answer=wanted) == [1.0, 0.0, 0.0, 0.0, 1.0]
-    assert score(tasks.math_answer, texts, answer=wanted) == [1.0, 1.0, 1.0, 0.0, 1.0]
-    assert score(tasks.math_answer, ["Answer: red"], answer=["red"]) == [1.0]
+    assert score(rewards.exact_answer, texts, answer=wanted) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert score(rewards.math_answer, texts, answer=wanted) == [1.0, 1.0, 1.0, 0.0, 1.0]
+    assert score(rewards.math_answer, ["Answer: red"], answer=["red"]) == [1.0]
     found: list[float] = []
     thread = threading.Thread(
         target=lambda: found.extend(  # no SIGALRM outside the main thread
-            score(tasks.math_answer, texts[:2], answer=wanted[:2])
+            score(rewards.math_answer, texts[:2], answer=wanted[:2])
         )
     )
     thread.start()
@@ -169,7 +170,7 @@ def test_exact_and_math_rewards() -> None:
 def test_power_towers_cost_no_time() -> None:
     began = time.monotonic()
     towers = [r"Answer: 9^9^9^9", r"\boxed{9^{9^{9^9}}}", "Answer: 9**9**9", "Answer: 2^99999"]
-    assert score(tasks.math_answer, towers, answer=["5"] * 4) == [0.0] * 4
+    assert score(rewards.math_answer, towers, answer=["5"] * 4) == [0.0] * 4
     assert time.monotonic() - began < 2
 
 
@@ -255,7 +256,7 @@ def test_jsonl(tmp_path: Path) -> None:
     task = load_task(str(path))
     assert task.rows[0]["prompt"][-1]["content"] == f"1+1?\n{tasks.SUFFIX}"
     assert task.rows[1] == {"prompt": messages, "answer": "4", "level": 2}
-    assert task.to_dataset().column_names == ["prompt", "answer", "level"]
+    assert list(task.rows[0]) == ["prompt", "answer", "level"]
     assert score(task.reward_funcs[0], ["Answer: 2", "Answer: 5"], answer=["2", "4"]) == [1.0, 0.0]
     assert len(load_task(str(path), size=1).rows) == 1
     assert load_task(str(path), rewards=["math"]).reward_weights == [1.0]
@@ -390,7 +391,7 @@ def test_the_scorers_that_evaluate_are_known() -> None:
     """A new reasoning-gym release whose scorers evaluate more is caught here."""
     found: dict[str, set[str]] = {}
     for name, (cls, _) in reasoning_gym.factory.DATASETS.items():
-        if danger := tasks._dangers(cls.__new__(cls)):
+        if danger := rewards._dangers(cls.__new__(cls)):
             found[name] = danger
     assert {name for name, danger in found.items() if "eval" in danger} == EVALUATING
     assert {name for name, danger in found.items() if "sympy" in danger} == SYMPY
@@ -400,9 +401,9 @@ def test_harmless() -> None:
     literals = ["['a', 'b']", "[[1, 2], [3, -4]]", "'x'", "{'a': 1}", "_ Q _ _"]
     arithmetic = ["x**2/2 + C", "3*x**4 - 2*x*y", "sin(2*x)/2", "(8 / (3 - 8 / 3))", "2.5e3 + pi"]
     for text in literals:
-        assert tasks.is_harmless(text, {"eval"})
+        assert rewards.is_harmless(text, {"eval"})
     for text in arithmetic:
-        assert tasks.is_harmless(text, {"sympy"})
+        assert rewards.is_harmless(text, {"sympy"})
     bad = [
         "9**9**9",
         "(x**2)**3",
@@ -422,18 +423,18 @@ def test_harmless() -> None:
         "x[0]",
     ]
     for text in bad:
-        assert not tasks.is_harmless(text, {"sympy"}), text
-    assert not tasks.is_harmless(" 1", {"eval"}) and not tasks.is_harmless("1" * 600, {"eval"})
+        assert not rewards.is_harmless(text, {"sympy"}), text
+    assert not rewards.is_harmless(" 1", {"eval"}) and not rewards.is_harmless("1" * 600, {"eval"})
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="x1.9*()[]'\"_, +-/lambda:\n\\{}", max_size=30))
 def test_harmless_text_evaluates_without_names_or_calls(text: str) -> None:
     """What passes for `eval` is a literal, arithmetic, or refused by the compiler."""
-    if tasks.is_harmless(text, {"eval"}):
+    if rewards.is_harmless(text, {"eval"}):
         try:
             names = compile(text, "answer", "eval").co_names
         except (SyntaxError, ValueError):
             return
-        assert all(name in tasks._MATH_NAMES or len(name) == 1 for name in names)
+        assert all(name in rewards._MATH_NAMES or len(name) == 1 for name in names)
         assert not re.search(r"\.[A-Za-z_]", text) or "'" in text or '"' in text
