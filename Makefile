@@ -1,5 +1,5 @@
-# make train   the main job on this machine (creates .venv, installs, trains; about 10 minutes on 2 cores)
-# make test    the fast test suite           (creates .venv, installs, tests; about 3 minutes)
+# make train   the main job on this machine (creates .venv, installs, trains; 6 to 14 minutes on 2 cores)
+# make test    the fast test suite           (creates .venv, installs, tests; 2 to 6 minutes)
 # make slow    faults, resume, soak, load, fuzz for real (about 45 minutes on 2 cores)
 # make check   what CI runs after the tests: lint, types, bandit
 # make audit   known holes in what is installed (pip-audit; needs the network)

@@ -80,10 +80,10 @@ def train(
     """Train with GRPO.
 
     minitlt train [RECIPE] [--any_field_of_TRLs_or_ours VALUE ..]: the first word may name a recipe
-    (see `minitlt recipes`); --nproc is the number of ranks, and with --accelerate-config (fsdp2,
-    zero2, zero3 or a file) accelerate starts them. Under torchrun or accelerate launch it runs in
-    place. Ctrl-C, or a file named `stop` in the run folder, ends it after the current step with a
-    checkpoint.
+    (see `minitlt recipes`), and --dry-run lists our fields and what they mean. --nproc is the
+    number of ranks; with --accelerate-config (fsdp2, zero2, zero3 or a file) accelerate starts
+    them. Under torchrun or accelerate launch it runs in place. Ctrl-C, or a file named `stop` in
+    the run folder, ends it after the current step with a checkpoint.
 
     Examples:
 
@@ -151,6 +151,7 @@ def _train_rank(settings: Any, run_dir: Path, resume: bool) -> None:
 def _train_parent(
     settings: Any, name: str, run_dir: Path | None, resume: bool, dry_run: bool
 ) -> None:
+    from minitlt.config import BLOCKS, describe
     from minitlt.launch import finish, launch, open_run_folder
     from minitlt.run import last_checkpoint, prepare
 
@@ -160,7 +161,8 @@ def _train_parent(
     prepared = prepare(settings, run_dir, lazy=dry_run)
     if dry_run:
         print(settings.as_yaml(), end="")
-        print("\n".join(f"# {line}" for line in prepared.algebra))
+        lines = [line for name in BLOCKS[1:] for line in describe(name, getattr(prepared, name))]
+        print("\n".join(f"# {line}" for line in lines + prepared.algebra))
         return
     if resume:
         print(f"resuming from {last_checkpoint(run_dir)}")

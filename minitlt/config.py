@@ -20,7 +20,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,12 @@ class RunConfig:
         flat |= ({"env": self.env} if self.env else {}) | self.trl
         flat |= {name: getattr(self, name) for name in BLOCKS if getattr(self, name)}
         return yaml.safe_dump(flat, sort_keys=False, allow_unicode=True)
+
+
+def describe(name: str, block: Any) -> list[str]:
+    """A line for each option of a block: its value and what it means."""
+    return [f"{name}.{option.name}: {getattr(block, option.name)}  ({option.metadata['help']})"
+            for option in fields(block)]  # fmt: skip
 
 
 def recipe_paths() -> dict[str, Path]:

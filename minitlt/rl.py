@@ -299,6 +299,7 @@ class MiniTLTTrainer(GRPOTrainer):
             verify_steps=stats.verify_steps,
             accept_len=stats.accept_length,
             accept_by_position=stats.accept_by_position,
+            drafts_by_position=stats.drafted,
             lengths=[len(c) for c in rollout.completion_ids],
             truncated=rollout.finish_reasons.count("length"),
             arms=stats.arms,

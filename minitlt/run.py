@@ -128,6 +128,7 @@ def prepare(
         raise ConfigError("load_in_4bit, load_in_8bit: quantised policies are not supported")
     if not config.task:
         resolve_rewards(script.reward_funcs or [])  # names are checked here, not in a rank
+        algebra.append("data set: not checked, TRL loads it when training begins")
     prepared = Prepared(
         config, args, model, script, mixture, rollout, drafter, spot, task, model_path, algebra
     )

@@ -155,8 +155,8 @@ class _Fake:
         long = 5.0 if rank == step % len(self.logs) else 3.9
         lengths = [max(4, min(CAP, round(rng.lognormvariate(long, 0.7)))) for _ in range(16)]
         left = dict(enumerate(lengths))
-        tokens = row_steps = forwards = drafted = 0
-        accepted, told = [0] * 5, (start, 0, 0)
+        tokens = row_steps = forwards = 0
+        accepted, drafted, told = [0] * 5, [0] * 5, (start, 0, 0)
         arms = {name: {"steps": 0, "tokens": 0, "seconds": 0.0} for name in ARMS}
         by_rows: dict[str, dict[str, dict[str, float]]] = {}
         trace, arm = [[0.0, 16]], "off"
@@ -174,7 +174,8 @@ class _Fake:
                     hits += 1
                 for i in range(hits):
                     accepted[i] += 1
-                drafted += depth > 0
+                for i in range(depth):
+                    drafted[i] += 1
                 count = min(hits + 1, left[row])
                 emitted, row_steps = emitted + count, row_steps + 1
                 left[row] -= count
@@ -210,7 +211,8 @@ class _Fake:
             tokens=tokens,
             verify_steps=forwards,
             accept_len=tokens / row_steps,
-            accept_by_position=[hit / drafted for hit in accepted] if drafted else [],
+            accept_by_position=[hit / n for hit, n in zip(accepted, drafted, strict=True) if n],
+            drafts_by_position=[n for n in drafted if n],
             lengths=lengths,
             truncated=sum(length == CAP for length in lengths),
             arms={name: counts for name, counts in arms.items() if counts["steps"]},

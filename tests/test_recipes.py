@@ -126,7 +126,7 @@ def test_a_plain_trl_file_runs_unchanged(model_dir, tmp_path, monkeypatch):
     done = dry_run("--config", path)
     assert os.environ["MINITLT_TEST_VARIABLE"] == "7"
     assert done.exit_code == 0, done.stderr
-    assert "# 4 ranks x" in done.stdout
+    assert "# 4 ranks x" in done.stdout and "# data set: not checked" in done.stdout
     again = tmp_path / "resolved.yaml"
     again.write_text(done.stdout)
     assert dry_run("--config", again).stdout == done.stdout

@@ -29,7 +29,15 @@ import minitlt.events
 from minitlt.charts import COLOURS, Run
 from minitlt.events import TABLE, EventLog, read_events, table
 from minitlt.page import page_html, render_report
-from minitlt.pictures import PICTURES, best_arms, draw, regret, timeline_spans
+from minitlt.pictures import (
+    PICTURES,
+    _acceptance,
+    _active_share,
+    best_arms,
+    draw,
+    regret,
+    timeline_spans,
+)
 from minitlt.report import (
     Board,
     duration,
@@ -465,6 +473,51 @@ def test_regret_by_hand():
     # at the best rates: 230 tokens at 20/s and 880 at 80/s, against 16 s and 12 s
     assert regret(used) == pytest.approx(1 - (11.5 + 11) / (16 + 12))
     assert regret({}) is None
+
+
+def test_acceptance_by_position_weighs_drafts_not_steps():
+    """Place 1: (8 + 1) of 20; place 2: 6 of 10 by the one rollout that went so deep."""
+    deep = {"accept_by_position": [0.8, 0.6], "drafts_by_position": [10, 10], "verify_steps": 1}
+    flat = {"accept_by_position": [0.1], "drafts_by_position": [10], "verify_steps": 99}
+    none = {"accept_by_position": [], "drafts_by_position": [], "verify_steps": 50}
+    assert _acceptance([[deep, flat], [none]]) == pytest.approx([0.45, 0.6])
+    assert _acceptance([[none]]) == []
+
+
+def test_active_share_by_hand():
+    """Ranks of 2 rows; 10 s: 2 + 2 (prompts, 1 s) + 2 x 9, then 2 x 4 + 1 x 5 row-seconds of 40."""
+    ends = [
+        {"seconds": 10.0, "active_trace": [[1.0, 2]]},
+        {"seconds": 10.0, "active_trace": [[1.0, 2], [5.0, 1]]},
+    ]
+    assert _active_share(ends) == pytest.approx((20 + 10 + 5) / 40)
+
+
+def test_a_long_run_shows_the_steps_with_most_idle_time(tmp_path):
+    """20 steps, idle in 12 and 13: eight in a row that hold both, the first such."""
+    log = EventLog(tmp_path / "events.jsonl", rank=0, clock=lambda: now)
+    for step in range(1, 21):
+        for rank, seconds in ((0, 1.0), (1, 5.0 if step in (12, 13) else 1.0)):
+            now, log.rank = 100.0 * step + seconds, rank
+            log.write("rollout_end", step=step, seconds=seconds, rows=1, tokens=9, verify_steps=9,
+                      accept_len=1.0, accept_by_position=[], lengths=[9], truncated=0, arms={},
+                      arms_by_rows={}, drafter_version=0, active_trace=[])  # fmt: skip
+    (timeline,) = [made for made in draw([Run.read(tmp_path)]) if made.name == "timeline"]
+    shown = {text.get_text() for text in timeline.figure.axes[0].texts}
+    assert shown == set(map(str, range(6, 14)))
+    assert "Rank 0 was last in 18 of the run's 20 rollouts" in timeline.concludes  # ties go to it
+
+
+def test_swaps_of_a_rollout_are_one_point(tmp_path):
+    """Before 2.0; after (1.0 x 10 + 3.0 x 30) / 40 = 2.5."""
+    log = EventLog(tmp_path / "events.jsonl", rank=0)
+    for before, after, steps in ((2.0, 1.0, 10), (1.0, 3.0, 30)):
+        log.write("swap_result", step=1, version=1, accept_before=before, accept_after=after,
+                  row_steps_before=20, row_steps_after=steps)  # fmt: skip
+    (swaps,) = draw([Run.read(tmp_path)])
+    assert swaps.concludes.startswith(
+        "Higher after the swap in 1 of 1 rollouts; the mean went from 2 to 2.50."
+    )
 
 
 def test_timeline_spans_do_not_overlap_where_they_must_not(fake):
