@@ -87,6 +87,7 @@ class Bandit:
 
     PRIOR_ROWS = 16.0
     SLACK = 1.1
+    MARGIN = 1.02  # what drafts must bring over `off`: a near tie is not worth the drafter's work
 
     def __init__(
         self,
@@ -138,7 +139,8 @@ class Bandit:
             return min(fresh, key=lambda arm: self.seen(active, arm))
         if self._random.random() < self.epsilon:
             return self._random.choice(hopeful)
-        return max(hopeful, key=lambda arm: self.value(active, arm))
+        margin = {OFF: self.MARGIN}
+        return max(hopeful, key=lambda a: self.value(active, a) * margin.get(a.source, 1.0))
 
     def _cannot_win(self, active: int, arm: Arm) -> bool:
         """Even its highest possible value, with some slack, is below another arm's seen here."""

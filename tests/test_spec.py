@@ -384,6 +384,15 @@ def test_bandit_sees_acceptance_below_one_half():
     assert picks.count("eagle-4") > 80
 
 
+def test_bandit_drafts_only_for_a_clear_gain():
+    for gain, chosen in ((1.01, "off"), (1.05, "eagle-4")):
+        bandit = Bandit([ARMS[0], Arm("eagle", 4)], epsilon=0.0)
+        for arm, seconds in ((ARMS[0], 1.0), (Arm("eagle", 4), 2.0 / gain)):
+            for _ in range(4):
+                bandit.record(8, arm, 8 * (1 + (arm.source == "eagle")), seconds)
+        assert bandit.choose(8).name == chosen
+
+
 def test_bandit_tries_again_after_the_drafter_has_changed():
     useless = dict.fromkeys(ACCEPT, 1)
     bandit = Bandit(ARMS, epsilon=0.0, seed=1)
