@@ -48,17 +48,18 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self.pool: Any = None
+        self.stream = torch.cuda.Stream()  # one: the matrix library keeps a workspace per stream
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], Any], Outputs]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles kernels and makes workspaces, unrecorded
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):  # compiles kernels and makes workspaces, unrecorded
             run()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self.stream)
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # thread_local: what another thread asks of the driver does not spoil the recording.
+        with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
             outputs = run()
         grown = (torch.cuda.memory_reserved() - before) / 2**20
         logger.info("captured a forward: the pool of graphs grew by %.0f MiB", grown)
@@ -76,11 +77,14 @@ class StepGraphs:
         self.forward, self._capture = forward, capture or CudaCapture()
         self._graphs: dict[tuple[int, int], tuple[Inputs, Callable[[], Any], Outputs]] = {}
 
+    def __len__(self) -> int:
+        return len(self._graphs)
+
     def clear(self) -> None:
         """Forgets all graphs; the next capture gets a pool of its own."""
         self._graphs.clear()
         if isinstance(self._capture, CudaCapture):
-            self._capture = CudaCapture()
+            self._capture.pool = None
 
     def __call__(self, tokens_BT: Tensor, lengths_B: Tensor, parents_BT: Tensor | None) -> Outputs:
         """parents_BT None means a chain. Slots up to `row_bucket(B)` must be reserved."""

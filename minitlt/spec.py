@@ -229,6 +229,7 @@ class RolloutEngine:
     def step(self) -> None:
         """One verify step for all active rows."""
         start, num_rows = time.perf_counter(), len(self.active)
+        num_graphs = self.target.num_graphs
         self.arm = self.bandit.choose(num_rows)
         draft = self._draft(self.arm)
         logits_BTV, taps = self.target.forward(
@@ -239,7 +240,8 @@ class RolloutEngine:
         assert logits_BTV is not None
         num_tokens = self._commit(draft, self._verify(logits_BTV, draft), taps)
         seconds = time.perf_counter() - start
-        self.bandit.record(num_rows, self.arm, num_tokens, seconds)
+        if self.target.num_graphs == num_graphs:  # recording a graph is no part of a step's cost
+            self.bandit.record(num_rows, self.arm, num_tokens, seconds)
         by_rows = self.stats.arms_by_rows.setdefault(str(1 << self.bandit.bucket(num_rows)), {})
         for table in (self.stats.arms, by_rows):
             arm = table.setdefault(self.arm.name, {"steps": 0, "tokens": 0, "seconds": 0.0})

@@ -49,6 +49,7 @@ class Target:
     backend: str
     embed_weight: Tensor
     head_weight: Tensor
+    num_graphs = 0  # captured forwards; a step in which one is added takes far longer than the next
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: Any, act: torch.dtype) -> None:
         self.shape = TargetShape.from_config(model.config)
@@ -77,7 +78,7 @@ class Target:
         lengths_B: committed tokens per row; node n is written at position lengths + n.
         parents_BT: as in `Draft`, or None for a chain.
         Returns logits_BTV (fp32 on a CPU, else as computed), or None, and the taps of all nodes.
-        A captured forward's results hold until the next one.
+        A captured forward's taps hold until the next one.
         Raises ValueError when a row would leave the reserved cache.
         """
         raise NotImplementedError
@@ -280,10 +281,10 @@ class LlamaTarget(Target):
 
     def reserve(self, num_slots: int, length: int) -> None:
         num_slots = self.slots_for(num_slots)
-        before = self.cache.num_slots, self.cache.length
+        moves = num_slots > self.cache.num_slots or length > self.cache.length
+        if self._graphs is not None and moves:
+            self._graphs.clear()  # before the new cache is asked for: their memory is free then
         super().reserve(num_slots, length)
-        if self._graphs is not None and (self.cache.num_slots, self.cache.length) != before:
-            self._graphs.clear()
         if self._turn.shape[0] < self.cache.length:
             position = torch.arange(self.cache.length, device=self.device, dtype=torch.float32)
             angle = torch.outer(position, self._inv_freq)
@@ -302,8 +303,10 @@ class LlamaTarget(Target):
     ) -> tuple[Tensor | None, Taps]:
         num_nodes = tokens_BT.shape[1]
         if self._graphs is not None and logits and first_slot == 0 and num_nodes <= MAX_NODES:
-            logits_BTV, *taps = self._graphs(tokens_BT, lengths_B, parents_BT)
-            return logits_BTV, Taps(*taps)
+            features, hidden = self._graphs(tokens_BT, lengths_B, parents_BT)
+            # Outside of the graph: every graph keeps its results, and logits are the largest.
+            logits_BTV = self.head(hidden.flatten(0, 1)).view(*tokens_BT.shape, -1)
+            return logits_BTV, Taps(features, hidden)
         # Elsewhere a kernel reads ancestor bits; a prefill chunk is too long for those.
         masked = self.masks_short or num_nodes > MAX_NODES
         step = plan_step(tokens_BT, lengths_B, parents_BT, first_slot, self.cache, masked=masked)
@@ -314,9 +317,8 @@ class LlamaTarget(Target):
     ) -> tuple[Tensor, ...]:
         """What a graph records: no look at the host, all of the cache in reach."""
         plan = (tokens_BT, lengths_B, parents_BT, 0, self.cache)
-        logits_BTV, taps = self._run(tokens_BT, plan_step(*plan, masked=False, whole=True), True)
-        assert logits_BTV is not None
-        return logits_BTV, taps.features_BNF, taps.hidden_BNH
+        _, taps = self._run(tokens_BT, plan_step(*plan, masked=False, whole=True), False)
+        return taps.features_BNF, taps.hidden_BNH
 
     def _run(self, tokens_BT: Tensor, step: Step, logits: bool) -> tuple[Tensor | None, Taps]:
         shape, size = self.shape, (tokens_BT.shape[0], tokens_BT.shape[1])
@@ -420,6 +422,10 @@ class LlamaTarget(Target):
         if all(n in waiting for names in parts.values() for n in names):
             whole = {k: torch.cat([waiting.pop(n) for n in names]) for k, names in parts.items()}
             self.linears[int(index)][group].load(**whole)
+
+    @property
+    def num_graphs(self) -> int:  # type: ignore[override]
+        return len(self._graphs or ())
 
     @property
     def embed_weight(self) -> Tensor:  # type: ignore[override]
