@@ -330,7 +330,7 @@ def sampling_thresholds(
     if top_p < 1:
         lse_N1 = x_NV.masked_fill(~keep_NV, -INF).logsumexp(-1, keepdim=True)
         limit = min(top_k or vocab, vocab)
-        size = min(limit, _TOP_P_FIRST) if x_NV.device.type == "cpu" else limit
+        size = min(limit, _TOP_P_FIRST)
         while True:
             best_Nk = x_NV.topk(size).values
             mass_Nk = (best_Nk - lse_N1).exp().cumsum(-1)
@@ -462,7 +462,8 @@ def rejection_verify(
     q_BK = q_BKV.gather(-1, safe_BK[..., None])[..., 0]
     ratio_BK = torch.where(p_BK > 0, p_BK / q_BK, 0.0)
     q_BTV = torch.cat([q_BKV, torch.zeros_like(p_BTV[:, :1])], dim=1)
-    q_BTV[torch.arange(num_rows), num_drafts_B] = 0.0  # nothing was drafted behind the last draft
+    rows = torch.arange(num_rows, device=device)
+    q_BTV[rows, num_drafts_B] = 0.0  # nothing was drafted behind the last draft
 
     def mass(carry_BK: Tensor) -> Tensor:
         return (carry_BK[..., None] * p_BTV[:, 1:] - q_BTV[:, 1:]).clamp(min=0.0).sum(-1)
@@ -470,7 +471,6 @@ def rejection_verify(
     chance_BK, carry_BT = accept_chances(ratio_BK, num_drafts_B, mass if block else None)
     passed_BK = (coins(keys_B, positions_B, num_drafts) < chance_BK) & (drafts_BK >= 0)
     tau_B = num_accepted(passed_BK, block)
-    rows = torch.arange(num_rows, device=device)
     weights_BV = residual(p_BTV[rows, tau_B], q_BTV[rows, tau_B], carry_BT[rows, tau_B])
     ids_V, stream_B = torch.arange(p_BTV.shape[-1], device=device), stream_keys(keys_B, "residual")
     noise_BV = gumbel_noise(stream_B, positions_B + tau_B, ids_V)

@@ -279,7 +279,7 @@ def _walk_kernel(
     n, j = tl.arange(0, T2), tl.arange(0, J2)
     drafts = tl.load(tokens_ptr + b * T + n, mask=n < T, other=-1)
     parents = tl.load(parents_ptr + b * T + n, mask=n < T, other=-1)
-    limit = T
+    limit = b * 0 + T  # a value, where T = 1 is a constant: the loop below carries what follows
     if LIMITED:
         limit = tl.minimum(tl.load(limits_ptr + b), T).to(tl.int32)
     tokens, nodes = tl.full((T2,), -1, tl.int64), tl.full((T2,), -1, tl.int64)

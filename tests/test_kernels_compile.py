@@ -59,25 +59,29 @@ def _launch_everything() -> None:
     from minitlt import kernels_triton as KT
     from minitlt import kernels_triton_model as KM
 
-    B, T, V = 8, 5, 151_936
-    logits = torch.empty(B, T, V, dtype=torch.bfloat16)
-    longs = torch.zeros(B, T, dtype=torch.int64)
-    row, temps = longs[:, 0].contiguous(), torch.ones(B)
-    args = (logits, row, row, temps, longs, longs)
-    KT.coupled_verify_triton(*args, limits_B=row, stop_ids=(1, 2))
-    sample = torch.empty(B, T, V)
-    thresholds = torch.zeros(B, T)
-    KT.coupled_verify_triton(
-        *args, sample_logits_BTV=sample, thresholds_BT=thresholds, entropy=True
-    )
-    ids = torch.arange(32_000)
-    KT.gumbel_topk_triton(logits[:, 0, :32_000], row, row, temps, 1, ids)
-    KT.gumbel_topk_triton(logits[:, 0], row, row, temps, 8)
-    for dtype in (torch.bfloat16, torch.float32):
-        q, k = torch.empty(B, 32, T, 128, dtype=dtype), torch.empty(B, 8, 2048, 128, dtype=dtype)
-        KM.tree_attention_triton(q, k, k, row, longs, 0.1)
-        x = torch.empty(64, 32_000, dtype=dtype, requires_grad=True)
-        KM.draft_loss_triton(x, x.detach()).loss_N.sum().backward()
+    # Sizes of 1 are constants to the compiler, which is stricter about those than about values.
+    for B, T, V, D in ((8, 5, 151_936, 128), (1, 1, 97, 12)):
+        logits = torch.empty(B, T, V, dtype=torch.bfloat16)
+        longs = torch.zeros(B, T, dtype=torch.int64)
+        row, temps = longs[:, 0].contiguous(), torch.ones(B)
+        args = (logits, row, row, temps, longs, longs)
+        KT.coupled_verify_triton(*args)
+        KT.coupled_verify_triton(*args, limits_B=row, stop_ids=(1, 2)[:B])
+        KT.coupled_verify_triton(
+            *args,
+            sample_logits_BTV=torch.empty(B, T, V),
+            thresholds_BT=torch.zeros(B, T),
+            entropy=True,
+        )
+        half = -(-V // 2)
+        KT.gumbel_topk_triton(logits[:, 0, :half], row, row, temps, 1, torch.arange(half))
+        KT.gumbel_topk_triton(logits[:, 0], row, row, temps, min(V, 8))
+        for dtype in (torch.bfloat16, torch.float32):
+            q, k = torch.empty(B, B * 4, T, D, dtype=dtype), torch.empty(B, B, 256, D, dtype=dtype)
+            KM.tree_attention_triton(q, k, k, row, longs, 0.1)
+            KM.tree_attention_triton(q[:, :B], k, k, row, longs, 0.1)
+            x = torch.empty(B, V, dtype=dtype, requires_grad=True)
+            KM.draft_loss_triton(x, x.detach()).loss_N.sum().backward()
 
 
 if __name__ == "__main__":
