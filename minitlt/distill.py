@@ -164,18 +164,18 @@ class ReplayBuffer:
         return windows
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything, as tensors only, so that safetensors can hold it."""
+        """Everything, as new tensors on the CPU, where rows of a resumed run are anyway."""
         empty = torch.zeros(0)
         return {
-            "counts": self._counts_W,
+            "counts": self._counts_W.clone(),
             "step": torch.tensor(self.step),
             "shapes": torch.tensor(
                 [[r.num_tokens, r.prompt_len, r.step, r.counted] for r in self.rows],
                 dtype=torch.int64,
             ).view(-1, 4),
             "tokens": torch.cat([row.tokens_L for row in self.rows]) if self.rows else empty.long(),
-            "features": torch.cat([row.features_NF for row in self.rows]) if self.rows else empty,
-            "hidden": torch.cat([row.hidden_NH for row in self.rows]) if self.rows else empty,
+            "features": torch.cat([r.features_NF.cpu() for r in self.rows]) if self.rows else empty,
+            "hidden": torch.cat([r.hidden_NH.cpu() for r in self.rows]) if self.rows else empty,
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -419,11 +419,11 @@ class DrafterTrainer:
     def state_dict(self) -> dict[str, Tensor]:
         """Optimizer, buffer, generator and step size, as a flat dict of tensors: what `tensors`
         and `version` lack of the whole."""
-        state = {f"optimizer.{k}": v for k, v in self.optimizer_tensors().items()}
+        state = {f"optimizer.{k}": v.clone() for k, v in self.optimizer_tensors().items()}
         state |= {f"buffer.{k}": v for k, v in self.buffer.state_dict().items()}
         state["size"] = torch.tensor(self._size, dtype=torch.float64)
         state["random"] = self.random.get_state()
-        return {name: tensor.clone() for name, tensor in state.items()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """After `load`: continues exactly where `state_dict` was taken (for the same sizes and

@@ -127,8 +127,8 @@ def _start(
         shared["WORLD_SIZE"] = shared["LOCAL_WORLD_SIZE"] = str(nproc)
     if on_cpu:
         shared["ACCELERATE_USE_CPU"] = "true"
-        # OpenMP threads spin: more of them than cores is not twice but twenty times slower.
-        shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
+    # OpenMP threads spin: more of them than cores is not twice but twenty times slower.
+    shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
     processes = []
     for rank in range(1 if agent else nproc):
         own = {} if agent else {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -448,6 +448,9 @@ def build_speculation(
         base, dtype=dtype, device=device, backend=rollout.backend, weights=full_parameters(model)
     )
     eagle = start_drafter(model, target, drafter)
+    if world_size > 1:  # before FSDP shards it, the model may hold its weights on rank 0 alone
+        for tensor in eagle.state_dict().values():
+            dist.broadcast(tensor, 0)
     buffer = ReplayBuffer(drafter, vocab_size=base.config.vocab_size)
     proposer = Eagle3Proposer(eagle, drafter, buffer=buffer)
     trainer = DrafterTrainer(eagle, buffer, drafter)

@@ -281,6 +281,7 @@ def _make_trainer(prepared: Prepared, log: EventLog) -> MiniTLTTrainer:
         "attn_implementation": model.attn_implementation or "sdpa",
         "dtype": model.dtype,
         "trust_remote_code": bool(args.trust_remote_code),
+        "device_map": None,  # TRL's default would spread it over all GPUs that a rank can see
         **(args.model_init_kwargs or {}),
     }
     if prepared.task is not None:
@@ -345,6 +346,7 @@ def _finish(trainer: MiniTLTTrainer, run_dir: Path, log: EventLog) -> None:
         same = trainer.rollout_config.verify == "coupled"  # plain would give these very tokens
         measured = compare_plain(trainer) if trainer.last_prompts and same else {}
         log.write("summary", **{**summarize(read_events(run_dir / "events.jsonl")), **measured})
+    trainer.accelerator.wait_for_everyone()  # ranks of NCCL must end their group together
     trainer.accelerator.end_training()
 
 

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig
 
+from minitlt import rl
 from minitlt.config import RolloutConfig
 from minitlt.eagle3 import DrafterConfig, save_drafter
 from minitlt.events import EventLog
@@ -33,8 +34,8 @@ def make_trainer(model_dir, out_dir, *, rows=8, steps=3, length=24, arms=("off",
     given = {k: extra.pop(k) for k in ("rollout", "log", "spot", "peft_config") if k in extra}
     args = GRPOConfig(
         output_dir=str(Path(out_dir) / "checkpoints"),
-        use_cpu=True,
-        bf16=False,
+        use_cpu=extra.pop("use_cpu", True),
+        bf16=extra.pop("bf16", False),
         max_steps=steps,
         per_device_train_batch_size=rows,
         num_generations=4,
@@ -60,11 +61,20 @@ def make_trainer(model_dir, out_dir, *, rows=8, steps=3, length=24, arms=("off",
     )
 
 
+def empty_drafter(*args, start=rl.start_drafter):
+    """As under FSDP, where the model has no weights on this rank when its drafter is made."""
+    drafter = start(*args)
+    drafter.load_state_dict({k: torch.zeros_like(v) for k, v in drafter.state_dict().items()})
+    return drafter
+
+
 def main():
     torch.set_num_threads(1)
     model_dir, out_dir = map(Path, sys.argv[1:3])
     rank = int(os.environ["RANK"])
     log = EventLog(out_dir / "events.jsonl", rank)
+    if rank:
+        rl.start_drafter = empty_drafter
     trainer = make_trainer(
         model_dir, out_dir, rows=4, arms=("off", "eagle-2"), length=12, steps=4, log=log
     )

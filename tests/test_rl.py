@@ -217,6 +217,7 @@ def test_a_short_rank_harvests_its_idle_window(model_dir, tmp_path):
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
+        assert tensor.any(), f"{name} came from rank 1, which had no weights"
 
 
 def test_every_hot_swap_says_what_it_changed():
