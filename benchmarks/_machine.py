@@ -7,6 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _PACKAGES = ("torch", "transformers", "trl", "accelerate")
 
 
@@ -18,6 +20,7 @@ def about() -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | {p: version(p) for p in _PACKAGES},
         "machine": {
             "processor": processor_name(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "cores": os.cpu_count(),
             "load_average": round(os.getloadavg()[0], 2),
         },

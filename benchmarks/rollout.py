@@ -1,6 +1,6 @@
 """Rollout speed: ours plain and speculative, transformers' generate, vLLM, on the same prompts.
 
-    python benchmarks/rollout.py [--quick] [--drafter DIR] [--threads 2] [--new 512]
+    python benchmarks/rollout.py [--quick] [--drafter DIR] [--threads 2] [--new 512] [--device cuda]
                                  [--peer vllm --peer-python VENV/bin/python] [--out FILE]
 
 The default model on prompts of the default recipe's task, T = 1, real stop lengths. For every batch
@@ -21,7 +21,7 @@ Before a size is timed the bandit sees one rollout of that size.
 `exactness`, for every configuration that is timed, is the mean over emitted tokens of (-log p -
 entropy) under the fp32 transformers module, with its standard error: exact sampling gives 0.
 `step_ms` is the time of one forward for B rows of T tokens beside `floor_ms`, the time to read the
-weights once at the machine's measured bandwidth, and says where the rest goes.
+weights once at the machine's measured bandwidth, and says where the rest goes (CPU only).
 
 The last line is one JSON object with the figures that are quoted; --out has all of them.
 Timings mean nothing while other work runs on the machine. Left out: prefill (short prompts here).
@@ -59,12 +59,13 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     bench = Bench(options)
     result = machine(options)
-    result |= bench.step_times()
+    if options.device == "cpu":
+        result |= bench.step_times()
     result |= bench.rollouts()
     if options.peer == "vllm":
         result |= bench.against_vllm()
     result["exactness"] = bench.exactness()
-    out = options.out or HERE / "results" / f"rollout_cpu{options.threads}.json"
+    out = options.out or HERE / "results" / f"rollout_{options.device}{options.threads}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result) + "\n")
     print(json.dumps({name: result[name] for name in QUOTED if name in result}))
@@ -78,6 +79,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--drafter", default="smollm2", help="a saved drafter, e.g. RUN/drafter")
     add("--train-seconds", type=float, default=0, help="distil one here instead")
     add("--dtype", choices=DTYPES, default="fp32", help="of the engine's weights")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--threads", type=int, default=2)
     add("--new", type=int, default=0, help="tokens per row at most; 0: 512, quick: 64")
     add("--repeats", type=int, default=3)
@@ -127,7 +129,8 @@ class Bench:
         self.recipe = load_config(find_recipe(DEFAULT_RECIPE))
         self.folder = resolve_model(self.recipe.trl["model_name_or_path"])
         load: Any = AutoModelForCausalLM.from_pretrained
-        self.model = load(self.folder, dtype=torch.float32).eval()
+        self.device = torch.device(options.device)
+        self.model = load(self.folder, dtype=torch.float32).to(self.device).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
         task = load_task(self.recipe.task["name"], **{**self.recipe.task["options"], "seed": 1})
         self.prompts = [encode_prompt(self.tokenizer, row["prompt"]) for row in task.rows[:96]]
@@ -141,8 +144,8 @@ class Bench:
 
         longest, pad = max(map(len, prompts)), self.tokenizer.pad_token_id
         stop = self.tokenizer.eos_token_id
-        ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=self.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts]).to(ids)
         config = GenerationConfig(
             max_new_tokens=self.options.new,
             do_sample=True,
@@ -179,7 +182,7 @@ class Bench:
             build(RolloutConfig, settings, "rollout"),
             DrafterConfig(start=options.drafter),
             SpotConfig(mode="off"),
-            device=torch.device("cpu"),
+            device=self.device,
         )
         if options.train_seconds:
             prompts = self.prompts[64:96]
@@ -317,10 +320,10 @@ class Bench:
 
     @torch.no_grad()
     def surprise(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-        logits = self.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        logp = torch.log_softmax(logits, -1)
+        ids = torch.tensor([prompt + tokens], device=self.device)
+        logp = torch.log_softmax(self.model(ids).logits[0, len(prompt) - 1 : -1], -1)
         entropy = -(logp.exp() * logp).sum(-1)
-        return (-logp.gather(1, torch.tensor(tokens)[:, None])[:, 0] - entropy).double()
+        return (-logp.gather(1, ids[0, len(prompt) :, None])[:, 0] - entropy).double().cpu()
 
     def step_times(self) -> dict[str, Any]:
         """v(B, T): one forward in milliseconds, beside the floor of reading the weights once."""
