@@ -20,10 +20,11 @@ CONFIG = DrafterConfig(draft_vocab_size=60, pack_tokens=64)
 class House:
     """A tiny target with every kind of drafter, three slots for ten rows."""
 
-    def __init__(self, arms, on_step=None):
+    def __init__(self, arms, on_step=None, *, device="cpu", dtype=torch.float32):
         model = tiny_model()
-        self.target = make_target(model)
-        self.drafter = Eagle3Drafter(Eagle3Config.from_target(model.config, CONFIG))
+        self.target = make_target(model, device=device, dtype=dtype)
+        size = Eagle3Config.from_target(model.config, CONFIG)
+        self.drafter = Eagle3Drafter(size, device=self.target.device)
         self.drafter.tie(self.target.embed_weight, self.target.head_weight)
         start_from_target(self.drafter, dict(model.named_parameters()))
         self.buffer = ReplayBuffer(CONFIG, vocab_size=model.config.vocab_size)
