@@ -13,7 +13,9 @@
    on the rollouts in the run's own replay buffers, and of the shipped warm drafter, before and
    after the same minutes.
 4. Two ranks decode fixed rows twice, with harvesting on and off: what it costs the straggler, and
-   what the swaps bring it.
+   what a hot swap brings it: the accept length of the same tokens, those behind the first swap,
+   with the drafter from before it and with the swaps. (In a run's log the rows behind a swap are
+   others than those before it, and so are the arms: `log_accept_*` says little.)
 
 The last line is one JSON object. What has been measured is kept in RUN/benchmark.json, so with
 --run and --parts the rest can follow later. Timings (parts 1 and 4) mean nothing while other work
@@ -178,8 +180,8 @@ def swaps(events: list[Event]) -> dict[str, Any]:
         return sum(w * v for w, v in zip(weights, values, strict=True)) / max(sum(weights), 1)
 
     return {
-        "swap_accept_before": accept("before"),
-        "swap_accept_after": accept("after"),
+        "log_accept_before_swap": accept("before"),
+        "log_accept_after_swap": accept("after"),
         "swaps": len(pauses),
         "swap_seconds": mean(pauses) if pauses else 0.0,
     }
@@ -476,17 +478,29 @@ def pair_rank(options: argparse.Namespace) -> int:
         order = (True, False) if number % 2 else (False, True)
         for harvest in order:
             seconds[harvest] += rounds.play("off", 1 + number, harvest=harvest).seconds
-    accept = {h: rounds.play("eagle-3", 99, harvest=h).accept_length for h in (False, True)}
+    old = rounds.play("eagle-3", 99, harvest=False)
+    new = rounds.play("eagle-3", 99, harvest=True)
     if rank == 1:
         (options.pair / "straggler.json").write_text(json.dumps({
             "straggler_slowdown": seconds[True] / seconds[False] - 1,
             "straggler_seconds": {"harvesting": seconds[True], "idle": seconds[False]},
-            "same_rows_accept_length": {"swaps": accept[True], "no_swaps": accept[False]},
+            "same_rows_accept_length": {"swaps": new.accept_length, "no_swaps": old.accept_length},
+            **same_tokens(old, new, rounds.parts.swaps),
         }))  # fmt: skip
     rounds.parts.spot.close()
     dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def same_tokens(old: Any, new: Any, swaps: list[tuple[int, int, int]]) -> dict[str, float]:
+    """Accept lengths of what came behind the first swap, in a rollout that had none and in one
+    that had them. Up to there the two are the same, step by step."""
+    if not swaps:
+        return {"swap_accept_before": 0.0, "swap_accept_after": 0.0}
+    _, tokens, row_steps = swaps[0]
+    before, after = ((s.tokens - tokens) / (s.row_steps - row_steps) for s in (old, new))
+    return {"swap_accept_before": before, "swap_accept_after": after}
 
 
 class PairRounds:
@@ -523,12 +537,14 @@ class PairRounds:
         from minitlt.spec import Arm, Bandit, SamplingParams
 
         parts = self.parts
-        parts.trainer.load({**self.start, "ids_V": parts.drafter.ids_V}, 0)
-        with torch.no_grad():  # the head has the rows of the vocabulary chosen since
-            parts.drafter.head.copy_(parts.drafter.target_rows())
-        for moment in parts.trainer.optimizer_tensors().values():
-            moment.zero_()
+        # The head has the rows of the vocabulary chosen since.
+        later = {"ids_V": parts.drafter.ids_V, "head": parts.drafter.target_rows()}
+        parts.trainer.load({**self.start, **later}, 0)
+        for name, moment in parts.trainer.optimizer_tensors().items():
+            if not name.endswith(".raw"):
+                moment.zero_()
         parts.proposer.reload()
+        parts.swaps.clear()
         parts.engine.bandit = Bandit([Arm.parse(arm)])
         parts.engine.on_step = parts.between_steps if harvest else None
         tokens = PAIR_TOKENS if self.rank else 16

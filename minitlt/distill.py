@@ -252,6 +252,10 @@ def make_pack(
 class DrafterTrainer:
     """AdamW on the drafter, one short step at a time, over a replay buffer.
 
+    What takes the steps is a twin of the drafter, the student. The drafter, which drafts and is
+    published, merged and saved, is the running average of the student's weights over the last
+    1 / (1 - `average`) steps (at the start over fewer): the noise of single steps averages out.
+
     All sampling comes from its own generator. `version` counts steps; it is what hot swap and the
     merge across ranks go by. The draft vocabulary changes only in `refresh_vocab`, which the owner
     calls when all ranks can call it with the same counts: the ranks' heads stay comparable.
@@ -264,18 +268,19 @@ class DrafterTrainer:
         self.config = config = config or DrafterConfig()
         self.version, self.header = 0, file_header(drafter.config)
         self.rate_scale = 1.0  # a schedule of the owner's, e.g. warm-up's fall to the end
+        self.student = drafter.twin()
         buffer.target_head = drafter.target_head
         self.random = torch.Generator().manual_seed(config.seed)
         self._size = float(config.pack_tokens or _FIRST_SIZE)
         self._narrow = product_dtype(config.train_dtype, drafter.fc) == torch.bfloat16
-        body = [p for name, p in drafter.named_parameters() if name != "head"]
+        body = [p for name, p in self.student.named_parameters() if name != "head"]
         groups: list[dict[str, Any]] = [{"params": body, "rate": config.learning_rate}]
-        if drafter.head is not None:
-            groups.append({"params": [drafter.head], "rate": config.head_learning_rate})
+        if self.student.head is not None:
+            groups.append({"params": [self.student.head], "rate": config.head_learning_rate})
         self.optimizer = torch.optim.AdamW(
             groups, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        for parameter in drafter.parameters():
+        for parameter in self.student.parameters():
             self.optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
@@ -302,7 +307,7 @@ class DrafterTrainer:
         loss, acceptance = self.loss(windows)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip)
+        norm = nn.utils.clip_grad_norm_(self.student.parameters(), self.config.clip)
         value = loss.item()
         if math.isfinite(value) and math.isfinite(norm.item()):
             warm = min(1.0, (self.version + 1) / max(self.config.warmup_steps, 1))
@@ -310,6 +315,11 @@ class DrafterTrainer:
                 group["lr"] = group["rate"] * warm * self.rate_scale
             self.optimizer.step()
             self.version += 1
+            decay = min(self.config.average, (1 + self.version) / (10 + self.version))
+            with torch.no_grad():
+                own = zip(self.drafter.parameters(), self.student.parameters(), strict=True)
+                for average, raw in own:
+                    average.lerp_(raw, 1 - decay)
         seconds = time.perf_counter() - started
         num_pairs = sum(w.stop - w.start for w in windows)
         self._adapt(num_pairs, seconds)
@@ -324,9 +334,10 @@ class DrafterTrainer:
     def loss(self, windows: list[Window]) -> tuple[Tensor, Tensor]:
         """The loss of these windows (with its graph) and the acceptance per unrolled step [S].
 
-        loss = sum_s ttt_decay^s * mean over the step's supervised pairs.
+        loss = sum_s ttt_decay^s * mean over the step's supervised pairs. A first draft is always
+        needed, a fourth one seldom: step s unrolls only 1 / (s + 1) of the windows.
         """
-        c, drafter = self.config, self.drafter
+        c, drafter = self.config, self.student
         device = drafter.fc.device
         pack, hidden_JH, teacher_SM = make_pack(windows, c.ttt_steps, device)
         drafter.reserve_positions(max(w.stop for w in windows) + c.ttt_steps)
@@ -334,7 +345,10 @@ class DrafterTrainer:
             with torch.no_grad():
                 rows = drafter.target_rows()
                 teacher_JV = (hidden_JH.to(rows.dtype) @ rows.T).to(rows.dtype)
-            states_SMH = torch.stack(drafter.unroll(pack, c.ttt_steps))
+            states = drafter.unroll(pack, c.ttt_steps, thin=True)
+            for step, h_MH in enumerate(states):
+                teacher_SM[step, len(h_MH) :] = -1
+            states_SMH = nn.utils.rnn.pad_sequence(states, batch_first=True)
             step_R, query_R = (teacher_SM >= 0).nonzero(as_tuple=True)
             logits_RV = drafter.logits(states_SMH[step_R, query_R])
         loss_R, accept_R = draft_loss(logits_RV, teacher_JV[teacher_SM[step_R, query_R]], c.loss)
@@ -360,8 +374,8 @@ class DrafterTrainer:
     def optimizer_tensors(self) -> dict[str, Tensor]:
         return {
             f"{name}.{key}": value
-            for name, parameter in self.drafter.named_parameters()
-            for key, value in self.optimizer.state[parameter].items()
+            for name, parameter in self.student.named_parameters()
+            for key, value in {**self.optimizer.state[parameter], "raw": parameter.detach()}.items()
         }
 
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
@@ -372,6 +386,7 @@ class DrafterTrainer:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 own[name].copy_(tensor)
+        self.student.load_state_dict(own)
         self.version = version
 
     # The draft vocabulary.
@@ -401,17 +416,19 @@ class DrafterTrainer:
     def set_vocab(self, ids: list[int]) -> None:
         """Changes the draft vocabulary (ascending ids). Trained head rows (and their moments) of
         tokens that stay are kept; new rows are the target's."""
-        drafter, old_V = self.drafter, self.drafter.ids_V
+        old_V = self.drafter.ids_V
         new_V = torch.tensor(ids, device=old_V.device)
         place_V = torch.searchsorted(old_V, new_V).clamp(max=len(old_V) - 1)
         kept_V1 = (old_V[place_V] == new_V)[:, None]
         with torch.no_grad():
-            drafter.ids_V.copy_(new_V)
-            if drafter.head is not None:
-                head = drafter.head
-                head.copy_(torch.where(kept_V1, head[place_V], drafter.target_rows().to(head)))
+            for model in (self.student, self.drafter):
+                model.ids_V.copy_(new_V)
+                if model.head is not None:
+                    own = torch.where(kept_V1, model.head[place_V], model.target_rows())
+                    model.head.copy_(own)
+            if self.student.head is not None:
                 for key in ("exp_avg", "exp_avg_sq"):
-                    moment = self.optimizer.state[head][key]
+                    moment = self.optimizer.state[self.student.head][key]
                     moment.copy_(torch.where(kept_V1, moment[place_V], 0.0))
 
     # Checkpoints.

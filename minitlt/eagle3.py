@@ -67,11 +67,12 @@ class DrafterConfig:
     ngram_max: int = option(16, "longer matches than this are not told apart")
     ngram_tokens: int = option(200_000, "tokens that the n-gram index remembers (400 bytes each)")
     loss: str = option("lk", "lk (KL, whose weight falls as exp(-3 acceptance), and TV), kl or tv")
-    ttt_steps: int = option(2, "steps that training unrolls the drafter on its own states")
+    ttt_steps: int = option(4, "steps that training unrolls; a deeper draft is never learnt")
     ttt_decay: float = option(0.8, "weight of each unrolled step's loss against the one before")
-    learning_rate: float = option(1e-3, "AdamW, all but the head")
-    head_learning_rate: float = option(2e-4, "AdamW, the head")
+    learning_rate: float = option(5e-4, "AdamW, all but the head")
+    head_learning_rate: float = option(1e-4, "AdamW, the head")
     warmup_steps: int = option(20, "train steps until the learning rates are reached")
+    average: float = option(0.98, "decay, per train step, of the average of weights that drafts")
     clip: float = option(0.5, "largest norm of a gradient")
     train_dtype: str = option("auto", "products of training: as serve_dtype; weights stay fp32")
     train_step_ms: float = option(0.0, "time a train step may take; 0: 50 on GPU, 250 on CPU")
@@ -93,7 +94,7 @@ class DrafterConfig:
                 raise ValueError(f"drafter.{name} is {value!r}; choose {', '.join(choices)}")
         positive = ("ngram_min", "ngram_tokens", "ttt_steps", "window_tokens",
                     "buffer_tokens", "learning_rate", "clip")  # fmt: skip
-        shares = ("long_share", "ttt_decay", "vocab_gain")
+        shares = ("long_share", "ttt_decay", "vocab_gain", "average")
         for name, value in vars(self).items():
             if name in positive and not value > 0:
                 raise ValueError(f"drafter.{name} must be positive, not {value}")
@@ -360,8 +361,9 @@ class Eagle3Drafter(nn.Module):
         """[N, V] over the draft vocabulary. The norm is the head's; the state goes on without."""
         return self._mm("head", self._norm(h_NH, self.norm))
 
-    def unroll(self, pack: Pack, num_steps: int) -> list[Tensor]:
+    def unroll(self, pack: Pack, num_steps: int, *, thin: bool = False) -> list[Tensor]:
         """The recurrent state of every query pair after each of `num_steps` steps, [M, H] each.
+        thin: step s is taken only by the queries of the first 1 / (s + 1) of the documents.
 
         EAGLE-3's training-time test: step 0 reads the target's features, step s the state of step
         s - 1 with the true token s places on. A query at step s sees the step-0 keys up to its own
@@ -375,14 +377,25 @@ class Eagle3Drafter(nn.Module):
         h_MH, states = h_NH[pack.query_M], []
         later: list[tuple[Tensor, Tensor]] = []
         for step in range(num_steps):
+            documents = pack.documents[: -(-len(pack.documents) // (step + 1 if thin else 1))]
+            m = sum(num_queries for _, num_queries in documents)
             if step:
-                x_M2H = self.mix(pack.tokens_SM[step], h_MH)
-                q_MQD, k_MKD, v_MKD = self.attention_inputs(x_M2H, at_M + step)
+                x_M2H = self.mix(pack.tokens_SM[step, :m], h_MH[:m])
+                q_MQD, k_MKD, v_MKD = self.attention_inputs(x_M2H, at_M[:m] + step)
                 later.append((k_MKD, v_MKD))
-            attended = _attend_documents(q_MQD, k_NKD, v_NKD, later, pack.documents)
-            h_MH = self.finish(h_MH, attended)
+            attended = _attend_documents(q_MQD, k_NKD, v_NKD, later, documents)
+            h_MH = self.finish(h_MH[:m], attended)
             states.append(h_MH)
         return states
+
+    def twin(self, dtype: torch.dtype | None = None) -> Eagle3Drafter:
+        """A second drafter with the same weights and the same target."""
+        copy = Eagle3Drafter(self.config, dtype=dtype or self.fc.dtype, device=self.fc.device)
+        copy._target = self._target
+        copy.load_state_dict(self.state_dict())
+        for theirs, own in zip(copy.parameters(), self.parameters(), strict=True):
+            theirs.requires_grad_(own.requires_grad)  # what is frozen stays so
+        return copy
 
     # Serving.
 
@@ -393,10 +406,9 @@ class Eagle3Drafter(nn.Module):
         """
         narrow = product_dtype(choice, self.fc)
         dtype = self.fc.dtype if self.fc.device.type == "cpu" else narrow
-        copy = Eagle3Drafter(self.config, dtype=dtype, device=self.fc.device)
+        copy = self.twin(dtype)
         copy.requires_grad_(False)
-        copy._target, copy._packed_dtype = self._target, narrow
-        copy.load_state_dict(self.state_dict())
+        copy._packed_dtype = narrow
         copy.pack_weights()
         return copy
 

@@ -152,6 +152,19 @@ def test_gradient_never_reaches_the_target(loss, train_head):
         assert not torch.equal(parameter, own[name]), name
 
 
+def test_later_steps_are_taken_by_fewer_windows():
+    """Step s by the first 1 / (s + 1) of them, with the states that all would have there."""
+    drafter = make_drafter(23)
+    drafter.reserve_positions(32)
+    windows = [whole(row, 3) for row in make_buffer(rows=[(3, 9, 1), (5, 20, 2), (1, 9, 3)]).rows]
+    pack, _, _ = make_pack(windows, 3, torch.device("cpu"))
+    queries = [w.stop - w.start for w in windows]
+    thin, full = drafter.unroll(pack, 3, thin=True), drafter.unroll(pack, 3)
+    assert [len(h) for h in thin] == [sum(queries), sum(queries[:2]), queries[0]]
+    for part, every in zip(thin, full, strict=True):
+        torch.testing.assert_close(part, every[: len(part)])
+
+
 def test_packing_changes_nothing():
     """Two rows in one pack: same gradients as one after the other; positions stay the rows' own."""
     drafter = make_drafter(23)
@@ -211,7 +224,12 @@ def test_drafter_overfits_a_fixed_target():
     drafter = Eagle3Drafter(drafter_config)
     drafter.tie(embed, 1.5 * embed)
     settings = config(
-        learning_rate=5e-3, head_learning_rate=5e-3, pack_tokens=200, clip=1.0, draft_vocab_size=40
+        learning_rate=5e-3,
+        head_learning_rate=5e-3,
+        pack_tokens=200,
+        clip=1.0,
+        ttt_steps=2,
+        draft_vocab_size=40,
     )
     buffer = ReplayBuffer(settings, vocab_size=W)
     for _ in range(3):
@@ -219,9 +237,21 @@ def test_drafter_overfits_a_fixed_target():
         taps = torch.randn(19, 48, generator=random)
         buffer.add(tokens.tolist(), 4, taps, embed[tokens[1:]] + 0.1)
     trainer = DrafterTrainer(drafter, buffer, settings)
-    for _ in range(120):
+    for _ in range(200):
         result = trainer.train_step()
     assert result["acceptance"][0] > 0.95 and result["acceptance"][1] > 0.95, result
+
+
+def test_the_drafter_is_the_running_average_of_what_is_trained():
+    trainer = DrafterTrainer(make_drafter(23), make_buffer(), config(average=0.25))
+    wanted = {name: p.detach().clone() for name, p in trainer.drafter.named_parameters()}
+    for decay in (2 / 11, 0.25, 0.25):  # (1 + n) / (10 + n) after n steps, at most 0.25
+        trainer.train_step()
+        for name, raw in trainer.student.named_parameters():
+            wanted[name] = decay * wanted[name] + (1 - decay) * raw.detach()
+            torch.testing.assert_close(trainer.tensors()[name].detach(), wanted[name])
+            assert torch.equal(trainer.optimizer_tensors()[f"{name}.raw"], raw)
+            assert not torch.equal(wanted[name], raw)
 
 
 def test_acceptance_recovers_after_the_target_moves():
@@ -432,8 +462,9 @@ def test_what_is_merged_is_complete_from_the_start():
     trainer = DrafterTrainer(make_drafter(23), make_buffer(), config())
     names = set(trainer.tensors()) - {"ids_V"}
     moments = trainer.optimizer_tensors()
-    assert set(moments) == {f"{n}.{k}" for n in names for k in ("step", "exp_avg", "exp_avg_sq")}
-    assert not any(t.any() for t in moments.values())
+    keys = ("step", "exp_avg", "exp_avg_sq", "raw")
+    assert set(moments) == {f"{n}.{k}" for n in names for k in keys}
+    assert not any(t.any() for n, t in moments.items() if not n.endswith(".raw"))
     trainer.train_step()
     assert int(trainer.optimizer_tensors()["fc.step"]) == trainer.version == 1
     assert moments["fc.exp_avg"].any()  # the tensors themselves, not copies

@@ -2,11 +2,13 @@
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from drafter_reference import W, make_drafter
 from fake_run import write_fake_run
+from models import tiny_model
 from test_distill import make_buffer
 
 from minitlt.events import read_events
@@ -50,9 +52,26 @@ def test_swaps_are_ratios_of_sums():
         {"event": "swap", "seconds": 0.25},
     ]
     got = bench.swaps(events)
-    assert got["swap_accept_before"] == pytest.approx(40 / 30)
-    assert got["swap_accept_after"] == pytest.approx(70 / 40)
+    assert got["log_accept_before_swap"] == pytest.approx(40 / 30)
+    assert got["log_accept_after_swap"] == pytest.approx(70 / 40)
     assert (got["swaps"], got["swap_seconds"]) == (1, 0.25)
+
+
+def test_a_swap_is_judged_by_the_tokens_behind_it():
+    """100 tokens in 80 row-steps; with a swap after 20 tokens in 16, the other 80 took 40."""
+    old, new = SimpleNamespace(tokens=100, row_steps=80), SimpleNamespace(tokens=100, row_steps=56)
+    got = bench.same_tokens(old, new, [(7, 20, 16), (9, 60, 40)])
+    assert got == {"swap_accept_before": 80 / 64, "swap_accept_after": 80 / 40}
+    assert bench.same_tokens(old, old, []) == {"swap_accept_before": 0.0, "swap_accept_after": 0.0}
+
+
+def test_fresh_rows_are_there_with_their_taps():
+    lab = object.__new__(bench.Lab)
+    lab.model, lab.stop = tiny_model().float(), 2
+    lab.options = SimpleNamespace(quick=True)
+    rows = lab.rows_of([[5, 6, 7], [8, 9, 10, 11]])
+    assert len(rows) == 2 and all(len(r.features_NF) == r.num_tokens - 1 for r in rows)
+    assert sorted(r.prompt_len for r in rows) == [3, 4]
 
 
 def test_facts_and_simulator_read_a_run(tmp_path):
