@@ -173,6 +173,7 @@ class MiniTLTTrainer(GRPOTrainer):
         parts = self.speculation
         if training:
             parts.spot.begin(step)
+            parts.engine.bandit.renew(parts.ngram.name)  # a policy that moved repeats other things
         self._write(
             "rollout_start", step=step, rows=len(prompts), version=parts.engine.policy_version
         )

@@ -39,6 +39,7 @@ from minitlt.report import by_step
 
 PAPER = "the paper (TLT, Qwen2.5-7B on H100): 1.21x on one node of 8 GPUs, 1.76x on eight"
 _DRAWS = 100  # simulated steps where the run's own lengths do not fit
+MOST_RANKS = 4096
 
 
 @dataclass
@@ -241,7 +242,13 @@ def foretell(events: list[Event]) -> tuple[float, float]:
 
 
 def simulate(events: list[Event], ranks: int = 0, nodes: int = 1) -> list[str]:
-    """The table of `minitlt simulate`: the run itself, then `ranks` ranks on each of `nodes`."""
+    """The table of `minitlt simulate`: the run itself, then `ranks` ranks on each of `nodes`.
+
+    Raises ValueError for more than MOST_RANKS ranks in all.
+    """
+    if ranks * nodes > MOST_RANKS or nodes > MOST_RANKS:
+        raise ValueError(f"{ranks or 'as many'} ranks on {nodes} nodes are more than can be "
+                         f"simulated: at most {MOST_RANKS} in all")  # fmt: skip
     costs, recorded = measure(events), recorded_lengths(events)
     slots = _most_slots(events)
     own = replay(costs, recorded, slots)

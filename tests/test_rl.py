@@ -62,6 +62,19 @@ def test_logprobs_equal_the_trainers_own(model_dir, tmp_path):
         torch.testing.assert_close(torch.tensor(got), want[0], atol=1e-4, rtol=0)
 
 
+def test_copied_drafts_prove_themselves_again_with_every_policy(model_dir, tmp_path):
+    """What a policy repeats changes with it: an n-gram arm that lost is not shut out for good."""
+    trainer = make_trainer(model_dir, tmp_path, arms=("off", "ngram-2"), length=12)
+    bandit = trainer.speculation.engine.bandit
+    for arm, seconds in zip(bandit.arms, (0.001, 0.0012), strict=True):
+        for _ in range(40):
+            bandit.record(4, arm, 4, seconds)
+    assert all(bandit.choose(4).name == "off" for _ in range(20))
+    trainer.model.train()
+    trainer._generate_single_turn([[5, 6, 7]] * 4, None, {}, 4)
+    assert "ngram-2" in trainer.last_rollout.stats.arms_by_rows["4"]
+
+
 def test_speculation_on_and_off_give_the_same_run(model_dir, tmp_path):
     """Same completions, rewards and final policy weights after 3 optimizer steps."""
     results = []

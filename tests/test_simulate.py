@@ -99,6 +99,9 @@ def test_more_ranks_wait_longer_and_draw_whole_groups():
 def test_the_table_has_the_paper_beside_it():
     text = "\n".join(simulate(read_events(RECORDED), ranks=8, nodes=8))
     assert "8 x 8 ranks" in text
+    for ranks, nodes in ((1_000_000, 1_000_000), (0, 10**9)):
+        with pytest.raises(ValueError, match="at most 4096"):
+            simulate(read_events(RECORDED), ranks=ranks, nodes=nodes)
     assert "1.21x on one node" in text and "1.76x on eight" in text
     assert "error" in text
 
