@@ -297,6 +297,7 @@ def test_nan_logits_of_the_policy_end_the_run(recipe, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupts_save_and_resume(recipe, tmp_path, number):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     folder = tmp_path / "run"
     run = Run(folder, "--config", recipe(save_steps=100), "--run-dir", folder)
     run.wait_for("rollout_start", step=2)
