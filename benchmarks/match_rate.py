@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from rollout import DTYPES, Bench, keys, machine, parse
 
-from minitlt.target import can_pack
+from minitlt.linear import can_pack
 
 ARMS = ["eagle-1", "eagle-3", "eagle-7", "eagle-2x2b3", "eagle-3x2b7", "eagle-4x3b7"]
 

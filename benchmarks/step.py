@@ -193,7 +193,6 @@ def run_rank(arm: str, folder: Path) -> int:
 
 def stock_trainer(prepared: Any, continuous: bool) -> Any:
     """TRL's GRPOTrainer with what MiniTLTTrainer would get."""
-    from datasets import Dataset
     from trl import GRPOTrainer, get_peft_config
 
     args, model = prepared.args, prepared.model
@@ -210,7 +209,7 @@ def stock_trainer(prepared: Any, continuous: bool) -> Any:
         model=prepared.model_path,
         reward_funcs=list(prepared.task.reward_funcs),
         args=args,
-        train_dataset=Dataset.from_list(prepared.task.rows),
+        train_dataset=prepared.task.dataset,
         peft_config=get_peft_config(model),
     )
 

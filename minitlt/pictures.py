@@ -357,9 +357,14 @@ def draw_harvest(runs: list[Run]) -> Drawn:
     compares=True,
 )
 def draw_drafter_loss(runs: list[Run]) -> Drawn:
+    return _draw_column(runs, "drafter_loss", "harvest", "drafter loss", "drafter loss")
+
+
+def _draw_column(runs: list[Run], column: str, phase: str, label: str, words: str) -> Drawn:
     figure, (ax,) = new_figure(2.6)
-    found = draw_lines(ax, runs, "drafter_loss", "harvest", "drafter loss")
-    return (figure, say_change(found, "drafter loss")) if found else None
+    found = draw_lines(ax, runs, column, phase, label)
+    ax.set_ylim(bottom=0)
+    return (figure, say_change(found, words)) if found else None
 
 
 @picture(
@@ -402,10 +407,7 @@ def draw_swaps(runs: list[Run]) -> Drawn:
     compares=True,
 )
 def draw_throughput(runs: list[Run]) -> Drawn:
-    figure, (ax,) = new_figure(2.6)
-    found = draw_lines(ax, runs, "tok_s", "generate", "tokens per second, all ranks")
-    ax.set_ylim(bottom=0)
-    return (figure, say_change(found, "rollout speed")) if found else None
+    return _draw_column(runs, "tok_s", "generate", "tokens per second, all ranks", "rollout speed")
 
 
 Used = dict[tuple[str, int], list[float]]  # (arm, column) -> [steps, tokens, seconds]

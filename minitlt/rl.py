@@ -37,11 +37,12 @@ from minitlt.events import EventLog
 from minitlt.export import import_drafter
 from minitlt.guards import Guards, largest_gap
 from minitlt.kernels import row_key
+from minitlt.linear import decoding_dtype
 from minitlt.models import resolve_drafter
 from minitlt.ngram import MergedDrafter, NgramDrafter
 from minitlt.spec import Arm, Bandit, Rollout, RolloutEngine, SamplingParams
 from minitlt.spot import INLINE, OFF, SpotConfig, SpotTrainer
-from minitlt.target import decoding_dtype, make_target
+from minitlt.target import make_target
 from minitlt.weights import full_parameters, weights_fingerprint
 
 _CHECKED_TOKENS = 256  # of a completion, when logprobs are compared

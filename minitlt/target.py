@@ -5,8 +5,8 @@ by it. Two ways to compute the same logits:
 - `LlamaTarget`, written out below for the Llama family (Llama, Mistral without sliding window,
   Qwen2, Qwen3) over fused weights. On a CPU the weights are packed once for oneDNN. Packed products
   give a row the same bits whatever other rows stand beside it (on some processors for four rows or
-  more: `fewest_rows` looks), and so does grouped attention (for four query rows or more): both are
-  padded up to that. This is why chains decode to the very bits of plain decoding.
+  more: `linear.fewest_rows` looks), and so does grouped attention (for four query rows or more):
+  both are padded up to that. So chains decode to the very bits of plain decoding.
 - `ModuleTarget`, any other rope decoder through its own transformers module, with a cache object
   of the transformers interface and an explicit 4-D mask. `PreTrainedModel` in, same surface out.
 
@@ -35,10 +35,10 @@ from torch import Tensor, nn
 
 from minitlt.draft import MAX_NODES, STATIC_ROPE, Taps
 from minitlt.graphs import StepGraphs, row_bucket
+from minitlt.linear import Linear, fewest_rows, put
 from minitlt.slots import SlotCache, Step, TargetShape, attend, plan_step
 
 _FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-_SAFE_ROWS = 4  # from here on a row of a product has the same bits in any company
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -49,7 +49,6 @@ class Target:
     backend: str
     embed_weight: Tensor
     head_weight: Tensor
-    num_graphs = 0  # captured forwards; a step in which one is added takes far longer than the next
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: Any, act: torch.dtype) -> None:
         self.shape = TargetShape.from_config(model.config)
@@ -97,102 +96,13 @@ class Target:
         self.cache.copy_slot(src, dst, length)
 
     @property
-    def cache_bytes_per_token(self) -> int:
-        return self.cache.bytes_per_token
-
-
-class Linear:
-    """y = x W^T + b over a weight that is replaced, never trained.
-
-    On a CPU the weight is packed once for oneDNN (fp32 or bf16); activations stay fp32, and in fp32
-    what follows the product (`act`, `add`, `mul`) happens before its result leaves the cache.
-    Elsewhere it is a plain matrix product in the weight's dtype.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self.packed = device.type == "cpu" and can_pack(dtype)
-        self.fuses = self.packed and dtype == torch.float32
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
+    def num_graphs(self) -> int:
+        """Captured forwards; a step in which one is added takes far longer than the next."""
+        return 0
 
     @property
-    def num_inputs(self) -> int:
-        assert self.weight is not None, "load() the weight first"
-        return self.weight.shape[1]
-
-    def load(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        weight = weight.detach().to(self.device, self.dtype)
-        if self.packed:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-        else:
-            self.weight = put(self.weight, weight)
-        if bias is not None:
-            self.bias = put(self.bias, bias.detach().to(self.device, self.dtype))
-
-    def __call__(self, x_NH: Tensor, *, add: Tensor | None = None) -> Tensor:
-        """add: another term of the result, [N, out]."""
-        if self.fuses:
-            return self.fused(x_NH) if add is None else self.fused(x_NH, "add", add)
-        x_NH = x_NH.to(self.dtype)
-        if self.packed:
-            y = torch.ops.mkldnn._linear_pointwise(x_NH, self.weight, self.bias, "none", [], "")
-        else:
-            assert self.weight is not None, "load() the weight first"
-            y = F.linear(x_NH, self.weight, self.bias)
-        if self.device.type == "cpu" and y.dtype != torch.float64:
-            y = y.float()
-        return y if add is None else y.add_(add)
-
-    def fused(self, x_NH: Tensor, how: str = "none", other: Tensor | None = None) -> Tensor:
-        """how: none | swish, or with `other`: add | mul."""
-        product: Any = torch.ops.mkldnn._linear_pointwise
-        if other is None:
-            return product(x_NH, self.weight, self.bias, how, [], "")
-        return product.binary(x_NH, other, self.weight, self.bias, how)
-
-
-def put(old: Tensor | None, new: Tensor) -> Tensor:
-    """`new` in the memory of `old`, if there is any: references and captured graphs stay valid."""
-    return new.clone() if old is None else old.copy_(new)
-
-
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch can pack a weight of this dtype for oneDNN on this processor."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype == torch.float32
-
-
-def decoding_dtype(wish: str, trains_in: torch.dtype, device: torch.device) -> torch.dtype:
-    """In which dtype a replica decodes: wish is auto, fp32 or bf16.
-
-    auto is the dtype of training, so that the policy that samples is the policy that learns; on a
-    CPU without packed bf16 products it is fp32, which is faster there as well. So a run that trains
-    in fp32 keeps the promise that speculation changes no token, and bf16 is a choice:
-    in it a row's rounding depends on its company, and what holds is the law, not the token.
-    """
-    if wish != "auto":
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[wish]
-    if device.type == "cpu" and trains_in.itemsize < 4 and not can_pack(trains_in):
-        return torch.float32
-    return trains_in
-
-
-def fewest_rows(linears: Iterable[Linear]) -> int:
-    """The least number of rows whose products have the bits they have in larger company.
-
-    That is 1 or 4, and a matter of processor and shapes: some take another path for few rows.
-    """
-    random = torch.Generator().manual_seed(0)
-    for linear in linears:
-        x_NH = torch.randn(_SAFE_ROWS, linear.num_inputs, generator=random)
-        y_NO = linear(x_NH)
-        if any(not torch.equal(linear(x_NH[:n]), y_NO[:n]) for n in range(1, _SAFE_ROWS)):
-            return _SAFE_ROWS
-    return 1
+    def cache_bytes_per_token(self) -> int:
+        return self.cache.bytes_per_token
 
 
 def _pair_rows(x: Tensor, head_dim: int) -> Tensor:
@@ -424,7 +334,7 @@ class LlamaTarget(Target):
             self.linears[int(index)][group].load(**whole)
 
     @property
-    def num_graphs(self) -> int:  # type: ignore[override]
+    def num_graphs(self) -> int:
         return len(self._graphs or ())
 
     @property

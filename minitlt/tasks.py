@@ -9,7 +9,7 @@ Left out: mixtures of tasks, curricula, streaming. Use `load_dataset` and TRL fo
 Try it: `minitlt train --task chain_sum --dry-run`, or
 
     task = load_task("chain_sum", size=200, seed=1, max_terms=2)
-    GRPOTrainer(..., train_dataset=Dataset.from_list(task.rows), reward_funcs=task.reward_funcs)
+    GRPOTrainer(..., train_dataset=task.dataset, reward_funcs=task.reward_funcs)
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import dataclasses
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,17 @@ class Task:
     rows: list[Row]
     reward_funcs: list[GuardedReward]
     reward_weights: list[float]
+
+    @cached_property
+    def dataset(self) -> Any:
+        """The rows as a `datasets.Dataset`; ValueError where a column is of several kinds."""
+        from datasets import Dataset
+
+        try:
+            return Dataset.from_list(self.rows)
+        except Exception as error:  # pyarrow raises what it likes
+            kinds = f"a column holds values of several kinds ({one_line(error)})"
+            raise ValueError(f"task {self.name!r}: {kinds}; make them all one kind") from error
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ import torch
 from models import KINDS, random_prompts, tiny_model
 
 from minitlt.draft import default_taps
+from minitlt.linear import can_pack, decoding_dtype
 from minitlt.slots import SlotCache, TargetShape
 from minitlt.target import (
     LlamaTarget,
     ModuleTarget,
-    can_pack,
-    decoding_dtype,
     full_state,
     make_target,
     refuse_unsupported,
