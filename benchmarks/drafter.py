@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         values = measure[name]()
         print(name, json.dumps(values), flush=True)
         before = json.loads(kept.read_text()) if kept.exists() else {}  # others may add to it
-        text = json.dumps({**before, "benchmark": "drafter", **machine(options), **values})
+        text = json.dumps({**before, **machine(options), **values})
         kept.write_text(text)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def machine(options: argparse.Namespace) -> dict[str, Any]:
     import rollout
 
-    return rollout.machine(argparse.Namespace(threads=1, new=0, repeats=1)) | {
+    facts = rollout.machine(argparse.Namespace(threads=1, new=0, repeats=1))
+    return {name: facts[name] for name in ("commit", "versions", "machine")} | {
+        "benchmark": "drafter",
         "ranks": 2,
         "steps": options.steps,
         "quick": options.quick,
