@@ -298,7 +298,8 @@ class DrafterTrainer:
         Returns loss, tokens (supervised pairs, unrolled steps counted once), seconds,
         buffer_tokens, and acceptance: per unrolled step the mean of sum_v min(p_v, q_v), what an
         optimal verifier would accept of drafts within the draft vocabulary. tokens == 0: the buffer
-        is empty. A step whose loss or gradient is not finite leaves the weights alone.
+        is empty. If loss or gradient is not finite, the weights are left alone and loss is not
+        finite.
         """
         started = time.perf_counter()
         windows = self.buffer.sample(int(self._size), self.config.ttt_steps, self.random)
@@ -308,8 +309,8 @@ class DrafterTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.student.parameters(), self.config.clip)
-        value = loss.item()
-        if math.isfinite(value) and math.isfinite(norm.item()):
+        value = loss.item() if math.isfinite(norm.item()) else math.nan
+        if math.isfinite(value):
             warm = min(1.0, (self.version + 1) / max(self.config.warmup_steps, 1))
             for group in self.optimizer.param_groups:
                 group["lr"] = group["rate"] * warm * self.rate_scale

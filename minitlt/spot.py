@@ -78,8 +78,8 @@ class Trainable(Protocol):
         """One short optimizer step: {"loss": float, "tokens": int, "seconds": float, ...}.
 
         tokens == 0 means there was nothing to train on and no step was taken ("loss" is then
-        ignored). An optional "buffer_tokens" goes to the log. A step whose loss is not finite
-        should not touch the weights; it ends harvesting on this rank either way.
+        ignored). An optional "buffer_tokens" goes to the log. A loss that is not finite says that
+        the step was not taken (as neither loss nor gradient may be): it ends harvesting here.
         """
         ...
 
@@ -282,7 +282,8 @@ class SpotTrainer:
         end = self._opened + self.config.inline_fraction * rollout_seconds
         fixed = self.config.steps_per_window > 0
         while (self._owes(receipt) if fixed else self.clock() < end) and self._train_step(receipt):
-            pass
+            self._ranks.beat()  # other ranks may be done before, and wait for this one
+            self._ranks.watch()
         self._close_window(receipt, self.clock() if fixed else end)
         return self._merge(receipt)
 
@@ -300,6 +301,7 @@ class SpotTrainer:
         return self._writer.submit(write)
 
     def _header(self, drafter_steps: int) -> dict[str, str]:
+        """drafter_steps: in this window, with those of the drafter that was taken over."""
         numbers = {"step": self._step, "window": self._window, "rank": self.rank}
         numbers |= {"version": self.trainable.version, "drafter_steps": drafter_steps}
         return self.trainable.header | {name: str(numbers[name]) for name in swap.NUMBERS}
@@ -366,7 +368,9 @@ class SpotTrainer:
         loss = float(result["loss"])  # waits for the device, so that the times are true
         self._busy_until = self.clock()
         if not math.isfinite(loss):
-            return self._degrade("drafter_not_finite", f"the drafter's loss is {loss}")
+            return self._degrade(
+                "drafter_not_finite", "the drafter's loss or gradient is not finite"
+            )
         seconds = self._busy_until - started
         receipt.harvested_s += seconds
         receipt.drafter_steps += 1
@@ -415,7 +419,7 @@ class SpotTrainer:
         if not _all_finite(list(tensors.values())):
             return self._degrade("drafter_not_finite", "the drafter's weights are not finite")
         try:
-            size = self._files.write(tensors, self._header(drafter_steps))
+            size = self._files.write(tensors, self._header(self._freshest[1] + drafter_steps))
         except OSError as error:
             # The drafter still reaches everyone in the merge; a swap in this rollout is missed.
             self._guard("publish_failed", str(error))
@@ -514,13 +518,12 @@ class SpotTrainer:
             return prints[0]
         source = 0 if total else records.index(finite[0])
         self._guard("drafters_differ", f"{prints} after the merge: all take rank {source}'s")
+        (ids_V,) = [t.clone() for t in self._tensors(floats=False)]
+        self._collective(dist.broadcast, ids_V, source)
+        self.trainable.set_vocab(ids_V.tolist())  # before the weights: it moves rows of the head
         buffer = self._flatten(1.0)
         self._collective(dist.broadcast, buffer, source)
         self._unflatten(buffer, version + 1, counters)
-        for ids in self._tensors(floats=False):
-            theirs = ids.clone()
-            self._collective(dist.broadcast, theirs, source)
-            ids.copy_(theirs)
         return fingerprint(self.trainable.tensors())
 
     def _tensors(self, floats: bool) -> list[torch.Tensor]:

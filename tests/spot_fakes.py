@@ -1,4 +1,4 @@
-"""A drafter's trainer and a log that tests of idle time look into; two ranks in one process."""
+"""A drafter's trainer and a log that tests of idle time look into; ranks in one process."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -77,14 +77,19 @@ def everything(trainer: FakeTrainer) -> dict[str, list[Any]]:
 
 
 @contextmanager
-def pair_of_ranks(tmp_path: Path) -> Iterator[tuple[SpotTrainer, SpotTrainer]]:
-    """Ranks 0 (harvests) and 1 (decodes) of a run in this process. They cannot merge."""
+def ranks_of_one_process(tmp_path: Path, num_ranks: int = 2) -> Iterator[list[SpotTrainer]]:
+    """Rank 0 (harvests) and others (decode) of a run in this process. They cannot merge."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     store, config = dist.HashStore(), SpotConfig(lost_rank_seconds=1.0)
-    ranks = [SpotTrainer(FakeTrainer(), store, r, 2, config, ListLog(), tmp_path) for r in (0, 1)]
+    ranks = [
+        SpotTrainer(FakeTrainer(), store, rank, num_ranks, config, ListLog(), tmp_path)
+        for rank in range(num_ranks)
+    ]
     for rank in ranks:
         rank.begin(1)
-    yield ranks[0], ranks[1]
-    for rank in ranks:
-        rank.close()
-    dist.destroy_process_group()
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.close()
+        dist.destroy_process_group()

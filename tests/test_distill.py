@@ -281,6 +281,16 @@ def test_a_step_that_is_not_finite_leaves_the_weights_alone():
             assert torch.equal(tensor, before[name])
 
 
+def test_an_infinite_gradient_is_no_step():
+    """The loss is 0 and finite, but the gradient of a square root at 0 is not."""
+    trainer = DrafterTrainer(make_drafter(23), make_buffer(), config())
+    weight = trainer.student.fc
+    trainer.loss = lambda windows: ((weight - weight.detach()).sum().sqrt(), torch.zeros(4))
+    before = weight.detach().clone()
+    assert math.isnan(trainer.train_step()["loss"]) and trainer.version == 0
+    assert torch.equal(weight, before)
+
+
 def test_an_empty_buffer_is_no_step():
     trainer = DrafterTrainer(make_drafter(23), ReplayBuffer(vocab_size=W), config())
     assert trainer.train_step()["tokens"] == 0 and trainer.version == 0
