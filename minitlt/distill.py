@@ -394,7 +394,13 @@ class DrafterTrainer:
         size = (num_pairs if cut_short else self._size) * min(max(ratio, 0.5), 1.25)
         self._size = float(min(max(size, _SMALLEST), _LARGEST))
 
-    # What merging and hot swap need (spot.Trainable).
+    # What merging and hot swap need (merge.Trainable).
+
+    def free(self) -> None:
+        """Gradients and cached blocks; the moments stay, as the ranks' merges need them."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.drafter.fc.is_cuda:
+            torch.cuda.empty_cache()
 
     def tensors(self) -> dict[str, Tensor]:
         return {**dict(self.drafter.named_parameters()), "ids_V": self.drafter.ids_V}

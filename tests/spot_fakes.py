@@ -28,7 +28,7 @@ class FakeTrainer:
         self.version, self.slope, self.pause, self.limit = 0, slope, pause, limit
         self.fails: Callable[[], float] | None = None  # the loss of the next step, or an error
         self.vocab, self.budget_seconds = torch.tensor([0, 1], device=device), 0.25
-        self.header = {"sizes": "3 x 4"}
+        self.header, self.freed = {"sizes": "3 x 4"}, 0
 
     def train_step(self) -> dict[str, Any]:
         if self.limit <= 0:
@@ -59,6 +59,9 @@ class FakeTrainer:
 
     def set_vocab(self, ids: list[int]) -> None:
         self.vocab.copy_(torch.tensor(ids))
+
+    def free(self) -> None:
+        self.freed += 1
 
 
 class ListLog:

@@ -239,6 +239,7 @@ def test_the_window_spans_the_tail(tail: dict[int, dict[str, Any]]) -> None:
     assert first.harvested_s <= first.available_s
     assert first.overshoot_s < 0.2  # one step of 10 ms on a busy machine
     assert first.loss_first == 1.0 and first.loss_last == 1 / first.drafter_steps
+    assert 0.01 <= first.step_p50_s <= first.step_p95_s < 0.2 and math.isnan(last.step_p50_s)
     assert last.drafter_steps == 0 and last.available_s < 0.1 and last.harvested_s == 0
 
 
@@ -261,6 +262,40 @@ def test_first_rank_done_chooses_the_vocabulary(tail: dict[int, dict[str, Any]])
     """Before its first train step; the straggler has it before it loads what was trained so."""
     assert tail[0]["vocabs"][1] == [10, 20]
     assert tail[1]["vocabs"] == ([10, 20], [10, 20])
+
+
+def test_a_vocabulary_is_chosen_once_and_after_the_rank_counts_as_done(tmp_path: Path) -> None:
+    done = []
+    with ranks_of_one_process(tmp_path) as (first, straggler):
+        store, trainer = first._ranks._store, first.trainable
+        trainer.choose_vocab = lambda: done.append(store.check(["1/done"])) or [7, 9]  # type: ignore
+        first._merge = straggler._merge = lambda receipt: receipt  # type: ignore
+        straggler.trainable.choose_vocab = lambda: pytest.fail("chosen twice")  # type: ignore
+        thread = threading.Thread(target=first.harvest, args=(1,))
+        thread.start()
+        while not trainer.version:
+            time.sleep(0.01)
+        straggler.harvest(1)
+        thread.join()
+        assert done == [True]
+        assert trainer.vocab.tolist() == straggler.trainable.vocab.tolist() == [7, 9]
+
+
+def test_nothing_is_published_after_the_window(tmp_path: Path) -> None:
+    """The last train step has outlived it, and publication is due."""
+    with ranks_of_one_process(tmp_path) as (first, straggler):
+        first._merge = straggler._merge = lambda receipt: receipt  # type: ignore
+        step = first.trainable.train_step
+
+        def last_step() -> dict[str, Any]:
+            straggler._ranks.count_done()
+            straggler._ranks.known("vocab")  # the count has been made
+            first._next_publish = 0.0
+            return step()
+
+        first.trainable.train_step = last_step
+        receipt = first.harvest(1)
+        assert receipt.drafter_steps == 1 and receipt.published == 0
 
 
 def test_a_drafter_that_has_learnt_keeps_its_vocabulary(alone: Callable[..., SpotTrainer]) -> None:
@@ -295,7 +330,7 @@ def test_log_events_and_states(tail: dict[int, dict[str, Any]]) -> None:
     assert set(fields) == {"harvest_start", "harvest_step", "harvest_end", "publish", "merge"}
     assert fields["harvest_end"] == {
         "step", "available_s", "harvested_s", "overshoot_s", "drafter_steps", "tokens",
-        "loss_first", "loss_last", "buffer_tokens",
+        "loss_first", "loss_last", "buffer_tokens", "step_p50_s", "step_p95_s",
     }  # fmt: skip
     assert fields["publish"] == {"step", "version", "seconds", "bytes"}
     assert fields["merge"] == {"step", "seconds", "steps_by_rank", "fingerprint", "wait_s"}
@@ -480,6 +515,9 @@ def test_off_does_nothing(alone: Callable[..., SpotTrainer]) -> None:
         torch.OutOfMemoryError("CUDA out of memory"),
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("could not create a memory"),
+        RuntimeError("could not create a primitive"),
     ],
 )
 def test_out_of_memory_ends_harvesting_not_the_run(
@@ -496,7 +534,29 @@ def test_out_of_memory_ends_harvesting_not_the_run(
         trains.begin(step)
         assert trains.inline(step, 0.05).drafter_steps == 0
     assert trains.degraded == "out_of_memory" and trains.guards == {"out_of_memory": 1}
+    assert trainer.freed == 1
     assert [line["name"] for line in trains.log.of("guard")] == ["out_of_memory"]
+
+
+@pytest.mark.parametrize("where", ["choose_vocab", "tensors"])
+def test_out_of_memory_outside_a_train_step(
+    alone: Callable[..., SpotTrainer], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trains = alone(FakeTrainer(limit=30), inline_fraction=1.0)
+
+    def fail() -> Any:
+        raise MemoryError
+
+    trains.begin(0)
+    monkeypatch.setattr(trains.trainable, where, fail)
+    if where == "tensors":  # what a publication reads
+        trains._open(0)
+        trains._next_publish = 0.0
+        trains._publish_if_due(Receipt(0, 0))
+    else:
+        assert trains.inline(0, 0.2).drafter_steps == 0
+        assert trains.trainable.vocab.tolist() == [0, 1]  # as it was
+    assert trains.degraded == "out_of_memory" and trains.trainable.freed == 1
 
 
 def test_loss_that_is_not_finite_ends_harvesting(alone: Callable[..., SpotTrainer]) -> None:
@@ -524,7 +584,7 @@ def test_other_errors_propagate(alone: Callable[..., SpotTrainer]) -> None:
 
 def test_long_train_steps_are_said(alone: Callable[..., SpotTrainer]) -> None:
     trainer = FakeTrainer(pause=0.02)
-    trainer.budget_seconds = 0.005
+    trainer.budget_seconds = 0.0125
     trains = alone(trainer, inline_fraction=1.0)
     trains.begin(0)
     steps = trains.inline(0, 0.2).drafter_steps
