@@ -48,12 +48,15 @@ from minitlt.eagle3 import (
 )
 from minitlt.kernels import draft_loss
 
-_FIRST_SIZE = 64  # pairs of the first step, before anything is known about speed
-_SMALLEST, _LARGEST = 32, 16_384
+_FIRST_SIZE = 16  # pairs of the first step, before anything is known about speed
+_SMALLEST, _LARGEST = 8, 16_384
+_SHORTEST = 32  # pairs of a window, where the step and the row have as many
 _TARGET_SHARE = 0.8  # of the time budget that a step aims at
 _DECAY = 8  # a count loses 1/8 per step, so the draft vocabulary follows the policy
 _COUNT = 1024  # what one token adds to a count: expected counts are fractions
-_MOST_LAWS = 512  # positions per call whose whole law is computed for the counts
+# Positions whose whole law is computed for the counts: when a vocabulary is chosen from this rank's
+# rows alone, and else, as it takes a part of the idle window (about 0.1 s of one CPU core).
+_MOST_LAWS, _LAWS = 512, 64
 
 
 @dataclass(eq=False)
@@ -85,11 +88,11 @@ class Window:
 class ReplayBuffer:
     """Finished rows, at most `config.buffer_tokens` tokens of them.
 
-    When it is full, rows of the oldest step go first, the shortest of them first: what remains of
-    an earlier step are its longest rows. 8H bytes per token in bfloat16 (SmolLM2-135M 4.6 KB).
+    When it is full, rows of the oldest step go first, the shortest of them first, until earlier
+    steps hold no more than `long_share` of it; then the shortest of this step: what remains are
+    the longest rows. 8H bytes per token in bfloat16 (SmolLM2-135M 4.6 KB).
 
-    target_head: returns the target's head [W, H]; set by the trainer. With it, `counts` are those
-    that the target expects.
+    target_head: returns the target's head [W, H]; set by the trainer, read by `expect`.
     """
 
     def __init__(self, config: DrafterConfig | None = None, *, vocab_size: int) -> None:
@@ -108,8 +111,13 @@ class ReplayBuffer:
             return
         self.rows.append(Row(torch.tensor(tokens), prompt_len, features_NF, hidden_NH, self.step))
         self.num_tokens += len(tokens)
-        while self.num_tokens > self.config.buffer_tokens and len(self.rows) > 1:
-            worst = min(self.rows, key=lambda row: (row.step, row.num_tokens))
+        while self.num_tokens > (most := self.config.buffer_tokens) and len(self.rows) > 1:
+            old = sum(row.num_tokens for row in self.rows if row.step < self.step)
+            spared = old <= self.config.long_share * most  # the old rows, if there are others
+            worst = min(
+                self.rows, key=lambda r: (spared == (r.step < self.step), r.step, r.num_tokens)
+            )
+            self._count(worst)
             self.rows.remove(worst)
             self.num_tokens -= worst.num_tokens
 
@@ -118,23 +126,31 @@ class ReplayBuffer:
         self.step += 1
         self._counts_W -= self._counts_W // _DECAY
 
-    def counts(self) -> Tensor:
-        """How often each token is to be expected in recent responses of this rank, int64 [W].
+    def expect(self, num_laws: int) -> None:
+        """Counts the rows that are new by what the target expects in them, and not only by what was
+        drawn: `num_laws` of their response positions count with the target's whole law there.
 
-        In units of 1/1024 token. With `target_head` a response position counts with the target's
-        whole law there (at most 512 positions of the rows that are new since the last call) and
-        not only with the one token that was drawn: from few rows that tells far more of the rare
-        tokens (4,096 tokens chosen from 4,400 covered 0.920 of fresh ones instead of 0.873).
+        From few rows that tells far more of the rare tokens (4,096 tokens chosen from 4,400, with
+        512 laws, covered 0.920 of fresh ones instead of 0.873).
         """
         new = [row for row in self.rows if not row.counted]
         if new and self.target_head is not None:
-            self._counts_W += _expected_counts(new, self.target_head())
-        for row in new:
-            if self.target_head is None:
-                tokens_R = row.tokens_L[row.prompt_len :]
-                self._counts_W += _COUNT * tokens_R.bincount(minlength=len(self._counts_W))
-            row.counted = True
+            self._counts_W += _expected_counts(new, self.target_head(), num_laws)
+            for row in new:
+                row.counted = True
+
+    def counts(self) -> Tensor:
+        """How often each token is to be expected in recent responses of this rank, int64 [W], in
+        units of 1/1024 token. Rows that `expect` has not seen count with their own tokens."""
+        for row in self.rows:
+            self._count(row)
         return self._counts_W.clone()
+
+    def _count(self, row: Row) -> None:
+        if not row.counted:
+            tokens_R = row.tokens_L[row.prompt_len :]
+            self._counts_W += _COUNT * tokens_R.bincount(minlength=len(self._counts_W))
+            row.counted = True
 
     def sample(self, num_pairs: int, num_steps: int, random: torch.Generator) -> list[Window]:
         """Windows with `num_pairs` query pairs in all, or fewer if the buffer holds no more.
@@ -145,7 +161,7 @@ class ReplayBuffer:
         spans = [_query_span(row, num_steps) for row in self.rows]
         sizes = torch.tensor([stop - start for start, stop in spans], dtype=torch.float64)
         old = torch.tensor([row.step < self.step for row in self.rows], dtype=torch.bool)
-        longest = min(self.config.window_tokens, max(num_pairs // 4, _SMALLEST))
+        longest = min(self.config.window_tokens, max(num_pairs // 4, _SHORTEST))
         windows: list[Window] = []
         while num_pairs > 0 and sizes.sum() > 0:
             chance = torch.rand((), generator=random).item()
@@ -195,10 +211,13 @@ class ReplayBuffer:
 
 
 @torch.no_grad()
-def _expected_counts(rows: list[Row], head_WH: Tensor) -> Tensor:
+def _expected_counts(rows: list[Row], head_WH: Tensor, num_laws: int) -> Tensor:
     total = sum(row.num_tokens - row.prompt_len for row in rows)
-    stride = -(-total // _MOST_LAWS)
-    hidden = torch.cat([row.hidden_NH[row.prompt_len - 1 :: stride].to(head_WH) for row in rows])
+    stride, at, parts = -(-total // num_laws), 0, []
+    for row in rows:  # every stride-th position of all rows behind one another
+        parts.append(row.hidden_NH[row.prompt_len - 1 + at :: stride].to(head_WH))
+        at = (at + row.prompt_len - row.num_tokens) % stride
+    hidden = torch.cat(parts)
     mass_W = torch.zeros(len(head_WH), dtype=torch.float64, device=head_WH.device)
     for chunk_NH in hidden.split(64):
         mass_W += (chunk_NH @ head_WH.T).float().softmax(-1).sum(0)
@@ -298,8 +317,10 @@ class DrafterTrainer:
         Returns loss, tokens (supervised pairs, unrolled steps counted once), seconds,
         buffer_tokens, and acceptance: per unrolled step the mean of sum_v min(p_v, q_v), what an
         optimal verifier would accept of drafts within the draft vocabulary. tokens == 0: the buffer
-        is empty. A step whose loss or gradient is not finite leaves the weights alone.
+        is empty. If loss or gradient is not finite, the weights are left alone and loss is not
+        finite.
         """
+        self.buffer.expect(_LAWS)  # of a step's rows once, in its window
         started = time.perf_counter()
         windows = self.buffer.sample(int(self._size), self.config.ttt_steps, self.random)
         if not windows:
@@ -308,8 +329,8 @@ class DrafterTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.student.parameters(), self.config.clip)
-        value = loss.item()
-        if math.isfinite(value) and math.isfinite(norm.item()):
+        value = loss.item() if math.isfinite(norm.item()) else math.nan
+        if math.isfinite(value):
             warm = min(1.0, (self.version + 1) / max(self.config.warmup_steps, 1))
             for group in self.optimizer.param_groups:
                 group["lr"] = group["rate"] * warm * self.rate_scale
@@ -320,6 +341,8 @@ class DrafterTrainer:
                 own = zip(self.drafter.parameters(), self.student.parameters(), strict=True)
                 for average, raw in own:
                     average.lerp_(raw, 1 - decay)
+        if self.drafter.fc.is_cuda:
+            torch.cuda.synchronize(self.drafter.fc.device)  # AdamW and the average are under way
         seconds = time.perf_counter() - started
         num_pairs = sum(w.stop - w.start for w in windows)
         self._adapt(num_pairs, seconds)
@@ -359,14 +382,25 @@ class DrafterTrainer:
         return (loss_R * weight_S[step_R]).sum(), acceptance_S
 
     def _adapt(self, num_pairs: int, seconds: float) -> None:
-        """The next step's size. A step cut short by a small buffer says nothing of larger ones."""
-        if self.config.pack_tokens or num_pairs < int(self._size):
+        """The next step's size. A step cut short by a small buffer says of larger ones only that
+        they take too long, if this one did."""
+        ratio, cut_short = (
+            _TARGET_SHARE * self.budget_seconds / seconds,
+            num_pairs < int(self._size),
+        )
+        if self.config.pack_tokens or (cut_short and ratio > 1):
             return
-        ratio = _TARGET_SHARE * self.budget_seconds / seconds
         # Slow to grow and quick to shrink: an overlong step holds up the whole job.
-        self._size = min(max(self._size * min(max(ratio, 0.5), 1.25), _SMALLEST), _LARGEST)
+        size = (num_pairs if cut_short else self._size) * min(max(ratio, 0.5), 1.25)
+        self._size = float(min(max(size, _SMALLEST), _LARGEST))
 
-    # What merging and hot swap need (spot.Trainable).
+    # What merging and hot swap need (merge.Trainable).
+
+    def free(self) -> None:
+        """Gradients and cached blocks; the moments stay, as the ranks' merges need them."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.drafter.fc.is_cuda:
+            torch.cuda.empty_cache()
 
     def tensors(self) -> dict[str, Tensor]:
         return {**dict(self.drafter.named_parameters()), "ids_V": self.drafter.ids_V}
@@ -394,10 +428,12 @@ class DrafterTrainer:
     def refresh_vocab(self, counts_W: Tensor | None = None) -> bool:
         """Takes the most frequent tokens as the draft vocabulary if that adds `vocab_gain`.
 
-        Deterministic in its inputs, so ranks that agree on counts agree afterwards. Returns whether
-        anything changed.
+        Deterministic in its inputs, so ranks that agree on counts agree afterwards; None: those of
+        this rank's own rows. Returns whether anything changed.
         """
-        counts_W = self.buffer.counts() if counts_W is None else counts_W
+        if counts_W is None:
+            self.buffer.expect(_MOST_LAWS)
+            counts_W = self.buffer.counts()
         total, old_V = int(counts_W.sum()), self.drafter.ids_V.cpu()
         if not self.drafter.config.reduced or not total:
             return False

@@ -53,6 +53,10 @@ class Ranks:
         """The value of the rank that came first. Nobody waits for another rank."""
         return str(self._link.call(lambda: self._store.compare_set(key, "", value)).decode())
 
+    def known(self, key: str) -> str:
+        """The value of the rank that came first; "" while none has come."""
+        return str(self._link.call(lambda: _read(self._store, [key])[0]).decode())
+
     def enter(self, state: str, step: int) -> None:
         """Writes this rank's state to the store."""
         self._state, self._step, self._next_beat = state, step, -math.inf

@@ -8,7 +8,8 @@ bandit did in it. For plain decoding the steps of the arm `off` say the same: su
 token per row, so seconds = u * steps + v * tokens, fitted by least squares over the rollouts.
 
 A step is then the slowest rank's rollout plus the rest, which grows with the longest completion
-(the update pads to it): u + v * longest, fitted over the steps.
+(the update pads to it): u + v * longest, fitted over the steps. Where a generation is trained on
+more than once, its rollout is shared by as many steps.
 
     plain    slowest rank at plain cost + rest
     TLT      slowest rank at the run's own cost + rest + overshoot and merge
@@ -50,7 +51,7 @@ class Costs:
     plain: (u, v), a plain step of a rows takes u + v * a. start: prefill and what else a rollout
     begins with. rest: (u, v), the step outside the rollout takes u + v * longest, as the batch is
     padded to its longest completion; without overshoot and merge (extra).
-    steps_per_idle: drafter steps per idle second.
+    steps_per_idle: drafter steps per idle second. updates: training steps per rollout.
     """
 
     token: dict[int, float]
@@ -59,6 +60,7 @@ class Costs:
     rest: tuple[float, float]
     extra: float
     steps_per_idle: float
+    updates: float = 1.0
 
     def rollout(self, lengths: Sequence[int], slots: int, *, plain: bool) -> float:
         """Seconds that a rank needs for completions of these lengths."""
@@ -117,7 +119,10 @@ def measure(events: list[Event]) -> Costs:
     longest = {n: max(max(e["lengths"]) for e in ends) for n, ends in by_generation.items()}
     # A step that trains on an earlier generation has no rollout of its own.
     before = {n: max((g for g in longest if g <= n), default=min(longest)) for n in updates}
-    rest = [(1.0, longest[before[n]], max(u["seconds"] - extra, 0.0)) for n, u in updates.items()]
+    rest = [
+        (1.0, longest[before[n]], max(u["seconds"] - (extra if n in longest else 0.0), 0.0))
+        for n, u in updates.items()
+    ]
     return Costs(
         token={b: seconds[b] / depth[b] for b in depth if depth[b] and seconds[b]},
         plain=_plain_cost([end["arms"]["off"] for end in rollouts if "off" in end["arms"]]),
@@ -125,6 +130,7 @@ def measure(events: list[Event]) -> Costs:
         rest=_fit(rest),
         extra=extra,
         steps_per_idle=sum(w["drafter_steps"] for w in windows) / idle if idle else 0.0,
+        updates=max(len(updates) / len(longest), 1.0),
     )
 
 
@@ -179,19 +185,20 @@ class Outcome:
 
 
 def replay(costs: Costs, steps: Sequence[Sequence[Sequence[int]]], slots: int) -> Outcome:
-    """steps: per step and rank the completion lengths."""
-    outcomes = []
+    """steps: per rollout and rank the completion lengths."""
+    outcomes, updates = [], costs.updates
     for ranks in steps:
         plain = [costs.rollout(lengths, slots, plain=True) for lengths in ranks]
         tlt = [costs.rollout(lengths, slots, plain=False) for lengths in ranks]
         rest = costs.rest[0] + costs.rest[1] * max(max(lengths) for lengths in ranks)
+        rest *= updates
         outcomes.append((
             max(plain) + rest,
             max(tlt) + rest + costs.extra,
             mean(tlt) + rest,
             sum(max(tlt) - t for t in tlt),
         ))  # fmt: skip
-    plain_s, tlt_s, perfect_s, idle = (mean(column) for column in zip(*outcomes, strict=True))
+    plain_s, tlt_s, perfect_s, idle = (mean(c) / updates for c in zip(*outcomes, strict=True))
     return Outcome(len(steps[0]), plain_s, tlt_s, perfect_s, idle, idle * costs.steps_per_idle)
 
 
@@ -224,7 +231,8 @@ def measured(events: list[Event]) -> tuple[float, float]:
     """(mean seconds of a step, mean idle seconds of a step over all ranks) as they were."""
     steps = [ends[0]["step_seconds"] for ends in by_step(events, "update").values()]
     ends = by_step(events, "rollout_end").values()
-    return mean(steps), mean(sum(max(e["t"] for e in step) - e["t"] for e in step) for step in ends)
+    idle = sum(max(e["t"] for e in step) - e["t"] for step in ends for e in step)
+    return mean(steps), idle / max(len(steps), len(ends))
 
 
 def foretell(events: list[Event]) -> tuple[float, float]:

@@ -41,16 +41,18 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from minitlt import swap
+from minitlt import merge, swap
 from minitlt.common import option, write_atomically
+from minitlt.merge import Trainable
 from minitlt.ranks import Ranks
-from minitlt.tensorfile import Tensors, fingerprint, write_tensors
+from minitlt.tensorfile import fingerprint, write_tensors
 
 AUTO, SPOT, INLINE, OFF = "auto", "spot", "inline", "off"
 GENERATING, HARVESTING, MERGING, UPDATING = "generating", "harvesting", "merging", "updating"
@@ -59,54 +61,9 @@ LOOK_S = 0.2  # poll() looks at most this often; in between it compares two numb
 NAP_S = 0.01  # between two looks when there is nothing to train on
 PUBLISH_SHARE = 0.05  # of the window, at most, goes into publishing
 SWAP_SHARE = 0.02  # of a straggler's time, at most, goes into swapping
-
-
-class Trainable(Protocol):
-    """What the coordinator needs of a drafter's trainer. Names and shapes never change in a run.
-
-    `version` grows by one per train step, which should take at most `budget_seconds`. Every rank
-    has the same names, shapes and dtypes. `header` goes beside the tensors into every file.
-    """
-
-    version: int
-    header: dict[str, str]
-
-    @property
-    def budget_seconds(self) -> float: ...
-
-    def train_step(self) -> dict[str, Any]:
-        """One short optimizer step: {"loss": float, "tokens": int, "seconds": float, ...}.
-
-        tokens == 0 means there was nothing to train on and no step was taken ("loss" is then
-        ignored). An optional "buffer_tokens" goes to the log. A step whose loss is not finite
-        should not touch the weights; it ends harvesting on this rank either way.
-        """
-        ...
-
-    def tensors(self) -> Tensors:
-        """The drafter's own tensors themselves (not copies), by name: the trainable ones, which
-        are averaged, and the draft vocabulary, the only integers."""
-        ...
-
-    def optimizer_tensors(self) -> Tensors:
-        """The optimizer's state itself, by name, complete from the start (zeros before step 1).
-
-        Floating point tensors are averaged. Integer tensors, and those whose last name part is
-        "step" (AdamW keeps that one as a float), hold one element each and take the maximum.
-        """
-        ...
-
-    def load(self, tensors: Tensors, version: int) -> None:
-        """Copy `tensors` (all names, any device and float dtype) into place; set `version`."""
-        ...
-
-    def choose_vocab(self) -> list[int]:
-        """The draft vocabulary that fits this rank's own rows best."""
-        ...
-
-    def set_vocab(self, ids: list[int]) -> None:
-        """Take this draft vocabulary."""
-        ...
+_NO_MEMORY = (
+    r"t allocate memory|not enough memory|ALLOC_FAILED|create a (memory|primitive)(?! desc)"
+)
 
 
 class Log(Protocol):
@@ -161,6 +118,8 @@ class Receipt:
     published: int = 0
     merge_s: float = 0.0
     buffer_tokens: int = 0
+    step_p50_s: float = math.nan  # of the train steps' seconds: what preemption waits for
+    step_p95_s: float = math.nan
 
 
 @dataclass
@@ -254,20 +213,22 @@ class SpotTrainer:
 
     def harvest(self, step: int) -> Receipt:
         """This rank's rows are done: train until the last rank's are, then merge."""
-        receipt = self._open(step)
+        receipt, stepped = self._open(step), False
         if self.mode == OFF:
             return receipt
         self._ranks.count_done()
+        self._settle_vocab()
         while (end := self._ranks.window_end(self._opened)) is None or self._owes(receipt):
             self._ranks.beat()
             self._ranks.watch()
-            wanted = not self.config.steps_per_window or self._owes(receipt)
-            if wanted and self._train_step(receipt):
+            if stepped:  # and the window was open a moment ago
                 self._publish_if_due(receipt)
-            elif end is None:
-                time.sleep(NAP_S)
-            else:  # steps are owed and there is nothing to train on
+            wanted = not self.config.steps_per_window or self._owes(receipt)
+            if stepped := wanted and self._train_step(receipt):
+                continue
+            if end is not None:  # steps are owed and there is nothing to train on
                 break
+            time.sleep(NAP_S)
         self._close_window(receipt, end)
         return self._merge(receipt)
 
@@ -279,10 +240,12 @@ class SpotTrainer:
         receipt = self._open(step)
         if self.mode == OFF:
             return receipt
+        self._settle_vocab()
         end = self._opened + self.config.inline_fraction * rollout_seconds
         fixed = self.config.steps_per_window > 0
         while (self._owes(receipt) if fixed else self.clock() < end) and self._train_step(receipt):
-            pass
+            self._ranks.beat()  # other ranks may be done before, and wait for this one
+            self._ranks.watch()
         self._close_window(receipt, self.clock() if fixed else end)
         return self._merge(receipt)
 
@@ -300,6 +263,7 @@ class SpotTrainer:
         return self._writer.submit(write)
 
     def _header(self, drafter_steps: int) -> dict[str, str]:
+        """drafter_steps: in this window, with those of the drafter that was taken over."""
         numbers = {"step": self._step, "window": self._window, "rank": self.rank}
         numbers |= {"version": self.trainable.version, "drafter_steps": drafter_steps}
         return self.trainable.header | {name: str(numbers[name]) for name in swap.NUMBERS}
@@ -338,16 +302,19 @@ class SpotTrainer:
             self._next_sample = self._opened
             self._step = step
             self._enter(HARVESTING)
+            self._seconds: list[float] = []  # of each train step in this window
             self._write("harvest_start", step=step)
-            self._settle_vocab()
         return Receipt(step, self.rank)
 
     def _settle_vocab(self) -> None:
         """Before the run's first train step all ranks take one draft vocabulary: that of the rank
         which is done first. Later ones come from all ranks' rows, after a merge."""
         if not self._vocab_settled and not self.trainable.version:
-            mine = json.dumps(self.trainable.choose_vocab())
-            self.trainable.set_vocab(json.loads(self._ranks.first("vocab", mine)))
+            if not (agreed := self._ranks.known("vocab")):  # choosing one takes a second of CPU
+                mine = self._within_memory("the draft vocabulary", self.trainable.choose_vocab)
+                mine = mine or merge.vocabulary(self.trainable).tolist()
+                agreed = self._ranks.first("vocab", json.dumps(mine))
+            self.trainable.set_vocab(json.loads(agreed))
         self._vocab_settled = True
 
     def _train_step(self, receipt: Receipt) -> bool:
@@ -355,19 +322,16 @@ class SpotTrainer:
         if self.degraded:
             return False
         started = self.clock()
-        try:
-            result = self.trainable.train_step()
-        except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
-                raise
-            return self._degrade("out_of_memory", f"the drafter's train step: {error}")
-        if not result["tokens"]:
+        result = self._within_memory("the drafter's train step", self.trainable.train_step)
+        if result is None or not result["tokens"]:
             return False
-        loss = float(result["loss"])  # waits for the device, so that the times are true
-        self._busy_until = self.clock()
+        loss, self._busy_until = float(result["loss"]), self.clock()
         if not math.isfinite(loss):
-            return self._degrade("drafter_not_finite", f"the drafter's loss is {loss}")
+            return self._degrade(
+                "drafter_not_finite", "the drafter's loss or gradient is not finite"
+            )
         seconds = self._busy_until - started
+        self._seconds.append(seconds)
         receipt.harvested_s += seconds
         receipt.drafter_steps += 1
         receipt.tokens += int(result["tokens"])
@@ -379,7 +343,7 @@ class SpotTrainer:
             fields = {"n": receipt.drafter_steps, "tokens": int(result["tokens"])}
             self._write("harvest_step", step=self._step, loss=loss, seconds=seconds, **fields)
         wished = self.trainable.budget_seconds
-        if seconds > 2 * wished:  # half as much again is the clock's noise
+        if seconds > 1.5 * wished:  # less is the clock's noise
             message = f"{seconds * 1e3:.0f} ms, {wished * 1e3:.0f} ms wished: preemption is slow"
             self._guard("long_train_step", message)
         return True
@@ -388,6 +352,9 @@ class SpotTrainer:
         receipt.available_s = end - self._opened
         receipt.overshoot_s = max(0.0, self._busy_until - end)
         receipt.harvested_s = max(0.0, receipt.harvested_s - receipt.overshoot_s)
+        if seconds := sorted(self._seconds):
+            receipt.step_p50_s = seconds[len(seconds) // 2]
+            receipt.step_p95_s = seconds[len(seconds) * 19 // 20]
         later = ("rank", "wait_s", "published", "merge_s")
         fields = {name: value for name, value in asdict(receipt).items() if name not in later}
         self._write("harvest_end", **fields)
@@ -399,11 +366,25 @@ class SpotTrainer:
             self._guard(name, f"{message}; harvesting is off on rank {self.rank} from here on")
         return False
 
+    def _within_memory(self, what: str, work: Callable[[], Any]) -> Any:
+        """What `work` returns; None, and no more harvesting, if there is no memory for it. A merge
+        is not among the work: no rank can stay away from it, so there it is an error."""
+        try:
+            return work()
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            message = f"{what}: {error}"
+        self.trainable.free()  # the error is gone, and with it all that its frames held
+        self._degrade("out_of_memory", message)
+        return None
+
     # Hot swap.
 
     def _publish_if_due(self, receipt: Receipt) -> None:
         if (started := self.clock()) >= self._next_publish and not self.config.steps_per_window:
-            receipt.published += self._publish(receipt.drafter_steps)
+            work = partial(self._publish, receipt.drafter_steps)
+            receipt.published += bool(self._within_memory("publishing the drafter", work))
             took = self.clock() - started
             pause = max(self.config.publish_seconds, took / PUBLISH_SHARE)
             self._next_publish = started + took + pause
@@ -412,10 +393,10 @@ class SpotTrainer:
         """Writes the drafter where the other ranks of this machine see it."""
         started = self.clock()
         tensors = {name: tensor.detach().cpu() for name, tensor in self.trainable.tensors().items()}
-        if not _all_finite(list(tensors.values())):
+        if not merge.all_finite(list(tensors.values())):
             return self._degrade("drafter_not_finite", "the drafter's weights are not finite")
         try:
-            size = self._files.write(tensors, self._header(drafter_steps))
+            size = self._files.write(tensors, self._header(self._freshest[1] + drafter_steps))
         except OSError as error:
             # The drafter still reaches everyone in the merge; a swap in this rollout is missed.
             self._guard("publish_failed", str(error))
@@ -481,8 +462,8 @@ class SpotTrainer:
 
     def _record(self, receipt: Receipt) -> str:
         """What the others must know of this rank before the merge, as JSON."""
-        averaged, counters = self._averaged(), self._counters()
-        finite = _all_finite(averaged)
+        averaged, counters = merge.averaged(self.trainable), merge.counters(self.trainable)
+        finite = merge.all_finite(averaged)
         if not finite:
             self._degrade("drafter_not_finite", "the drafter's weights are not finite")
         layout = repr([tuple(tensor.shape) for tensor in averaged]).encode()
@@ -506,55 +487,21 @@ class SpotTrainer:
         version = max(record["version"] for record in finite) + (total > 0)
         counters = [max(values) for values in zip(*(r["counters"] for r in finite), strict=True)]
         if total:
-            buffer = self._flatten(steps[self.rank] / total)
+            buffer = merge.flatten(self.trainable, steps[self.rank] / total)
             self._collective(dist.all_reduce, buffer)
-            self._unflatten(buffer, version, counters)
+            merge.unflatten(self.trainable, buffer, version, counters)
         prints = self._ranks.exchange("print", fingerprint(self.trainable.tensors()))
         if len(set(prints)) == 1:
             return prints[0]
         source = 0 if total else records.index(finite[0])
         self._guard("drafters_differ", f"{prints} after the merge: all take rank {source}'s")
-        buffer = self._flatten(1.0)
+        ids_V = merge.vocabulary(self.trainable).clone()
+        self._collective(dist.broadcast, ids_V, source)
+        self.trainable.set_vocab(ids_V.tolist())  # before the weights: it moves rows of the head
+        buffer = merge.flatten(self.trainable, 1.0)
         self._collective(dist.broadcast, buffer, source)
-        self._unflatten(buffer, version + 1, counters)
-        for ids in self._tensors(floats=False):
-            theirs = ids.clone()
-            self._collective(dist.broadcast, theirs, source)
-            ids.copy_(theirs)
+        merge.unflatten(self.trainable, buffer, version + 1, counters)
         return fingerprint(self.trainable.tensors())
-
-    def _tensors(self, floats: bool) -> list[torch.Tensor]:
-        """The trainable tensors, or the vocabulary, in the order of their names."""
-        named = sorted(self.trainable.tensors().items())
-        return [t.detach() for _, t in named if t.is_floating_point() == floats]
-
-    def _averaged(self) -> list[torch.Tensor]:
-        """Weights, then optimizer moments."""
-        moments = sorted(self.trainable.optimizer_tensors().items())
-        floats = [t.detach() for name, t in moments if not _is_counter(name, t)]
-        return self._tensors(floats=True) + floats
-
-    def _counters(self) -> list[torch.Tensor]:
-        moments = self.trainable.optimizer_tensors()
-        return [t.detach() for name, t in sorted(moments.items()) if _is_counter(name, t)]
-
-    def _flatten(self, weight: float) -> torch.Tensor:
-        """All averaged tensors times `weight`, as one fp32 vector."""
-        parts = self._averaged()
-        count = sum(part.numel() for part in parts)
-        buffer = torch.zeros(count, dtype=torch.float32, device=parts[0].device)
-        if weight:  # a drafter that is not finite has weight 0, but 0 * nan is nan
-            for view, part in zip(_views(buffer, parts), parts, strict=True):
-                view.copy_(part).mul_(weight)
-        return buffer
-
-    def _unflatten(self, buffer: torch.Tensor, version: int, counters: list[int]) -> None:
-        parts = self._averaged()
-        for part, view in zip(parts, _views(buffer, parts), strict=True):
-            part.copy_(view)
-        for counter, value in zip(self._counters(), counters, strict=True):
-            counter.fill_(value)
-        self.trainable.version = version
 
     def _collective(self, start: Callable[..., Any], *args: Any) -> None:
         """A collective that all ranks have announced; bounded, as one may die right here."""
@@ -580,21 +527,7 @@ def _freshness(numbers: dict[str, int]) -> tuple[int, int]:
     return numbers["window"], numbers["drafter_steps"]
 
 
-def _all_finite(tensors: list[torch.Tensor]) -> bool:
-    """One pass and no temporary: a sum is finite only if all its terms are."""
-    return all(math.isfinite(tensor.sum(dtype=torch.float32)) for tensor in tensors)
-
-
-def _is_counter(name: str, tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or re.split(r"[./]", name)[-1] == "step"
-
-
-def _views(buffer: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    pieces = buffer.split([part.numel() for part in parts])
-    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
-
-
 def _is_out_of_memory(error: Exception) -> bool:
-    """CUDA has a type for it, the CPU allocator only a sentence."""
+    """PyTorch has a type for it, its allocator on a CPU and the libraries below only sentences."""
     typed = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return typed or "can't allocate memory" in str(error)
+    return typed or re.search(_NO_MEMORY, str(error)) is not None

@@ -1,4 +1,4 @@
-"""A drafter's trainer and a log that tests of idle time look into; two ranks in one process."""
+"""A drafter's trainer and a log that tests of idle time look into; ranks in one process."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ class FakeTrainer:
         self.version, self.slope, self.pause, self.limit = 0, slope, pause, limit
         self.fails: Callable[[], float] | None = None  # the loss of the next step, or an error
         self.vocab, self.budget_seconds = torch.tensor([0, 1], device=device), 0.25
-        self.header = {"sizes": "3 x 4"}
+        self.header, self.freed = {"sizes": "3 x 4"}, 0
 
     def train_step(self) -> dict[str, Any]:
         if self.limit <= 0:
@@ -60,6 +60,9 @@ class FakeTrainer:
     def set_vocab(self, ids: list[int]) -> None:
         self.vocab.copy_(torch.tensor(ids))
 
+    def free(self) -> None:
+        self.freed += 1
+
 
 class ListLog:
     def __init__(self) -> None:
@@ -77,14 +80,19 @@ def everything(trainer: FakeTrainer) -> dict[str, list[Any]]:
 
 
 @contextmanager
-def pair_of_ranks(tmp_path: Path) -> Iterator[tuple[SpotTrainer, SpotTrainer]]:
-    """Ranks 0 (harvests) and 1 (decodes) of a run in this process. They cannot merge."""
+def ranks_of_one_process(tmp_path: Path, num_ranks: int = 2) -> Iterator[list[SpotTrainer]]:
+    """Rank 0 (harvests) and others (decode) of a run in this process. They cannot merge."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     store, config = dist.HashStore(), SpotConfig(lost_rank_seconds=1.0)
-    ranks = [SpotTrainer(FakeTrainer(), store, r, 2, config, ListLog(), tmp_path) for r in (0, 1)]
+    ranks = [
+        SpotTrainer(FakeTrainer(), store, rank, num_ranks, config, ListLog(), tmp_path)
+        for rank in range(num_ranks)
+    ]
     for rank in ranks:
         rank.begin(1)
-    yield ranks[0], ranks[1]
-    for rank in ranks:
-        rank.close()
-    dist.destroy_process_group()
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.close()
+        dist.destroy_process_group()

@@ -281,6 +281,16 @@ def test_a_step_that_is_not_finite_leaves_the_weights_alone():
             assert torch.equal(tensor, before[name])
 
 
+def test_an_infinite_gradient_is_no_step():
+    """The loss is 0 and finite, but the gradient of a square root at 0 is not."""
+    trainer = DrafterTrainer(make_drafter(23), make_buffer(), config())
+    weight = trainer.student.fc
+    trainer.loss = lambda windows: ((weight - weight.detach()).sum().sqrt(), torch.zeros(4))
+    before = weight.detach().clone()
+    assert math.isnan(trainer.train_step()["loss"]) and trainer.version == 0
+    assert torch.equal(weight, before)
+
+
 def test_an_empty_buffer_is_no_step():
     trainer = DrafterTrainer(make_drafter(23), ReplayBuffer(vocab_size=W), config())
     assert trainer.train_step()["tokens"] == 0 and trainer.version == 0
@@ -298,6 +308,11 @@ def test_step_size_follows_the_clock():
     assert trainer._size == 50.0
     trainer._adapt(20, 0.001)  # the buffer had no more: nothing learnt about speed
     assert trainer._size == 50.0
+    trainer._adapt(40, 0.25)  # nor this time, but even so few take too long
+    assert trainer._size == pytest.approx(32.0)
+    for _ in range(4):
+        trainer._adapt(int(trainer._size), 0.4)
+    assert trainer._size == 8.0  # no smaller: a step's own cost would be most of it
     fixed = DrafterTrainer(make_drafter(23), make_buffer(), config(pack_tokens=7))
     fixed._adapt(7, 10.0)
     assert fixed._size == 7.0
@@ -378,8 +393,36 @@ def test_counts_are_what_the_target_expects():
     hidden = torch.cat([row.hidden_NH[row.prompt_len - 1 :] for row in buffer.rows])
     assert len(hidden) == 6 + 15
     expected = torch.softmax(hidden @ head.T, -1).sum(0)
+    buffer.expect(512)
     torch.testing.assert_close(buffer.counts() / 1024, expected.float(), rtol=0, atol=2e-3)
+    some = make_buffer(rows=[(3, 9, 1), (5, 20, 2)])
+    some.target_head = lambda: head
+    some.expect(4)  # every sixth position: 0 of the first row, 0, 6 and 12 of the second
+    expected = torch.softmax(hidden[[0, 6, 12, 18]] @ head.T, -1).sum(0) * 21 / 4
+    torch.testing.assert_close(some.counts() / 1024, expected.float(), rtol=0, atol=2e-3)
     assert DrafterTrainer(make_drafter(23), buffer, config()).buffer.target_head is not None
+
+
+def test_laws_are_computed_in_the_window_and_nowhere_else():
+    """The head is read once per step's rows, by the first train step; a rank that had no window
+    counts what was drawn."""
+    buffer, reads = make_buffer(), []
+    trainer = DrafterTrainer(make_drafter(23), buffer, config())
+    head = buffer.target_head()
+    buffer.target_head = lambda: reads.append(1) or head
+    buffer.counts()
+    assert not reads
+    tokens, taps = random_row(30, 9)
+    buffer.add(tokens, 4, taps[:-1], taps[:-1, :H].contiguous())
+    trainer.train_step()
+    trainer.train_step()
+    assert len(reads) == 1 and all(row.counted for row in buffer.rows)
+    buffer.add(tokens, 4, taps[:-1], taps[:-1, :H].contiguous())
+    before = buffer._counts_W.clone()
+    own = torch.tensor(tokens[4:]).bincount(minlength=W)
+    assert torch.equal(buffer.counts() - before, 1024 * own) and len(reads) == 1
+    trainer.refresh_vocab()
+    assert len(reads) == 1  # every row is counted once
 
 
 # The buffer.
@@ -397,6 +440,30 @@ def test_buffer_keeps_the_longest_rows_of_earlier_steps():
     # 25 more push out the old rows of 10 and 20, 8 more the one of 30.
     assert sorted((row.step, row.num_tokens) for row in buffer.rows) == [(0, 40), (1, 8), (1, 25)]
     assert buffer.num_tokens == sum(row.num_tokens for row in buffer.rows)
+
+
+def test_rows_of_a_full_step_leave_the_old_long_ones_their_share():
+    """Of 100 tokens 50 are for earlier steps. Old rows 40 and 30, then 60 and 50: the 60 push out
+    the 30, then the old ones hold 40 and it is the shortest new one that goes. It is counted."""
+    buffer = ReplayBuffer(config(buffer_tokens=100, long_share=0.5), vocab_size=W)
+
+    def add(length, token):
+        taps = torch.zeros(length - 1, 3 * H)
+        buffer.add([0, 0] + [token] * (length - 2), 2, taps, taps[:, :H])
+
+    add(40, 1)
+    add(30, 2)
+    buffer.next_step()
+    add(60, 3)
+    assert [(row.step, row.num_tokens) for row in buffer.rows] == [(0, 40), (1, 60)]
+    add(50, 4)
+    assert [(row.step, row.num_tokens) for row in buffer.rows] == [(0, 40), (1, 60)]
+    assert (buffer.counts()[1:5] // 1024).tolist() == [38, 28, 58, 48]
+    windows = buffer.sample(1000, 2, torch.Generator().manual_seed(0))
+    assert {window.row.step for window in windows} == {0, 1}
+    buffer.next_step()
+    add(90, 5)  # alone it is more than the share of this step
+    assert [(row.step, row.num_tokens) for row in buffer.rows] == [(2, 90)]
 
 
 def test_buffer_skips_rows_that_teach_nothing():

@@ -36,7 +36,8 @@ ALLOWED = {
     "distill": {"kernels", "eagle3"},
     "export": {"eagle3", "drafter"},
     "ranks": set(),
-    "spot": {"ranks", "swap", "tensorfile"},
+    "merge": {"tensorfile"},
+    "spot": {"merge", "ranks", "swap", "tensorfile"},
     # data, configuration, the log and what is drawn from it: no torch at import
     "models": set(),
     "rewards": set(),

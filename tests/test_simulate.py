@@ -67,6 +67,32 @@ def test_steps_from_known_costs():
     assert (got.idle, got.drafter_steps) == (4.0, 16.0)
 
 
+def test_a_rollout_that_feeds_two_steps_is_shared_by_them():
+    """num_iterations = 2: rollout 10 s, twice a rest of 4 s, once a merge of 1 s."""
+    costs = Costs({1: 1.0}, (1.0, 0.0), 0.0, (4.0, 0.0), 1.0, 0.0, updates=2.0)
+    got = replay(costs, [[[10], [6]]], slots=1)
+    assert (got.plain, got.tlt, got.perfect) == (18 / 2, 19 / 2, 16 / 2)
+    assert got.idle == 4 / 2
+
+
+def test_a_run_that_trains_twice_on_a_rollout_is_met():
+    """The recorded run, each update followed by another of the same rest without a rollout."""
+    events, extra = [], measure(read_events(RECORDED)).extra
+    for event in read_events(RECORDED):
+        step = 2 * event.get("step", 0)
+        events.append({**event, "step": step - 1} if step else event)
+        if event["event"] == "update":
+            seconds = event["seconds"] - extra
+            events.append({**event, "step": step, "seconds": seconds, "step_seconds": seconds})
+    costs, (seconds, idle) = measure(events), measured(events)
+    assert costs.updates == 2.0
+    own = replay(costs, recorded_lengths(events), slots=64)
+    assert own.tlt == pytest.approx(seconds, rel=0.10)
+    assert own.idle == pytest.approx(idle, rel=0.15)
+    told, seen = foretell(events)
+    assert told == pytest.approx(seen, rel=0.10)
+
+
 @pytest.mark.parametrize("which", ["recorded", "synthetic"])
 def test_a_two_rank_run_is_met_within_ten_percent(which, tmp_path):
     events = read_events(RECORDED if which == "recorded" else write_fake_run(tmp_path, steps=12))

@@ -1,6 +1,6 @@
 """Idle-time training: what the window holds, what the merge gives, what faults do.
 
-Two real processes (gloo, one TCP store) play the straggler, the merges and the lost rank;
+Two or three real processes (gloo, one TCP store) play the straggler, the merges and the lost rank;
 degradation needs no second process. Run: pytest tests/test_spot.py
 """
 
@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -18,9 +19,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from spot_fakes import FakeTrainer, ListLog, everything, pair_of_ranks
+from drafter_reference import make_drafter
+from spot_fakes import FakeTrainer, ListLog, everything, ranks_of_one_process
+from test_distill import config as drafter_config
+from test_distill import make_buffer
 
 from minitlt import ranks
+from minitlt.distill import DrafterTrainer
 from minitlt.spot import INLINE, OFF, Receipt, SpotConfig, SpotTrainer
 
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -68,10 +73,10 @@ def straggler(rank: int, store: dist.Store, folder: str) -> dict[str, Any]:
 
 
 def merges(rank: int, store: dist.Store, folder: str, device: str = "cpu") -> dict[str, Any]:
-    """Three merges in a row: 3 and 5 steps, none at all, and drafters that differ unnoticed."""
-    trainer, log = FakeTrainer((0.25, 0.7)[rank], pause=0.0, device=device), ListLog()
-    config = SpotConfig(mode=INLINE, inline_fraction=1.0)
-    trains = SpotTrainer(trainer, store, rank, 2, config, log, shared_dir=folder)
+    """Merges in a row: 3, 5 (and 2) steps, none at all, and drafters that differ unnoticed."""
+    trainer, log = FakeTrainer((0.25, 0.7, 0.4)[rank], pause=0.0, device=device), ListLog()
+    config, size = SpotConfig(mode=INLINE, inline_fraction=1.0), dist.get_world_size()
+    trains = SpotTrainer(trainer, store, rank, size, config, log, shared_dir=folder)
     out: dict[str, Any] = {"before": everything(trainer)}
 
     def window(step: int, limit: int) -> Receipt:
@@ -79,7 +84,7 @@ def merges(rank: int, store: dist.Store, folder: str, device: str = "cpu") -> di
         trainer.limit = limit
         return trains.inline(step, 5.0)
 
-    out["unequal"] = window(0, (3, 5)[rank]), everything(trainer), trainer.version
+    out["unequal"] = window(0, (3, 5, 2)[rank]), everything(trainer), trainer.version
     out["zero"] = window(1, 0), everything(trainer), trainer.version
     if rank == 1:
         trainer.weights["fc.weight"][0, 0] += 1
@@ -89,14 +94,51 @@ def merges(rank: int, store: dist.Store, folder: str, device: str = "cpu") -> di
     if rank == 0:
         trainer.weights["fc.weight"].fill_(math.nan)
         trainer.state["norm.weight/exp_avg_sq"].fill_(math.inf)
-    out["nan_zero"] = window(3, (1, 0)[rank]), everything(trainer), trains.degraded
+    out["nan_zero"] = window(3, (1, 0, 0)[rank]), everything(trainer), trains.degraded
     if rank == 0:
         trainer.weights["norm.weight"].fill_(math.nan)
-    out["nan_some"] = window(4, (1, 2)[rank]), everything(trainer), trains.degraded
+    out["nan_some"] = window(4, (1, 2, 0)[rank]), everything(trainer), trains.degraded
     out["log"] = log.lines
     dist.barrier()
     trains.close()
     return out
+
+
+def two_stragglers(rank: int, store: dist.Store, folder: str) -> dict[str, Any]:
+    """Three ranks; rank r decodes for 0.8 r s and trains after it."""
+    trainer, log = FakeTrainer(), ListLog()
+    config = SpotConfig(publish_seconds=0.2)
+    trains = SpotTrainer(trainer, store, rank, 3, config, log, shared_dir=folder)
+    trains.begin(1)
+    dist.barrier()
+    started, swaps = time.monotonic(), []
+    while time.monotonic() - started < 0.8 * rank:
+        if taken := trains.poll():
+            swaps.append(taken.drafter_steps)
+        time.sleep(0.002)
+    receipt = trains.harvest(1)
+    dist.barrier()
+    trains.close()
+    merge = log.of("merge")[0]
+    return {"receipt": receipt, "swaps": swaps, "merge": merge, "state": everything(trainer)}
+
+
+def real_drafters_differ(rank: int, store: dist.Store, folder: str) -> dict[str, Any]:
+    """Rank 1's drafter has another vocabulary and other weights; then both train one step."""
+    trainer = DrafterTrainer(make_drafter(23), make_buffer(), drafter_config())
+    trainer.version = 1  # not the first window: no vocabulary is settled
+    if rank:
+        trainer.set_vocab(list(range(23)))
+        trainer.drafter.fc.detach().add_(1)
+    config = SpotConfig(mode=INLINE)
+    trains = SpotTrainer(trainer, store, rank, 2, config, ListLog(), shared_dir=folder)
+    trains.begin(0)
+    trains.inline(0, 0.0)
+    guards, vocab = dict(trains.guards), trainer.student.ids_V.tolist()
+    step = trainer.train_step()
+    dist.barrier()
+    trains.close()
+    return {"guards": guards, "vocab": vocab, "loss": step["loss"]}
 
 
 def lost_in_tail(rank: int, store: dist.Store, folder: str) -> dict[str, Any]:
@@ -138,30 +180,34 @@ def lost_in_merge(rank: int, store: dist.Store, folder: str) -> dict[str, Any]:
     return {"error": str(caught.value), "took": took}
 
 
-def _rank_main(play: Callable[..., Any], rank: int, port: int, folder: str, answers: Any) -> None:
+def _rank_main(
+    play: Callable[..., Any], rank: int, size: int, port: int, folder: str, answers: Any
+) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
     group = dist.PrefixStore("gloo", store)
-    dist.init_process_group("gloo", store=group, rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=group, rank=rank, world_size=size)
     answers.put((rank, play(rank, store, folder)))
     answers.close()
     answers.join_thread()
     os._exit(0)  # the group's other rank may be dead: no orderly goodbye
 
 
-def two_ranks(play: Callable[..., Any], folder: Path) -> dict[int, dict[str, Any]]:
-    """Runs `play(rank, store, folder)` in two processes; the answers of those that lived."""
+def play_ranks(play: Callable[..., Any], folder: Path, size: int = 2) -> dict[int, dict[str, Any]]:
+    """Runs `play(rank, store, folder)` in `size` processes; the answers of those that lived."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers = PROCESSES.Queue()
     ranks = [
-        PROCESSES.Process(target=_rank_main, args=(play, rank, server.port, str(folder), answers))
-        for rank in range(2)
+        PROCESSES.Process(
+            target=_rank_main, args=(play, rank, size, server.port, str(folder), answers)
+        )
+        for rank in range(size)
     ]
     for process in ranks:
         process.start()
     got: dict[int, dict[str, Any]] = {}
     deadline = time.monotonic() + 40
-    while len(got) < 2 and time.monotonic() < deadline:
+    while len(got) < size and time.monotonic() < deadline:
         if not answers.empty():
             rank, answer = answers.get()
             got[rank] = answer
@@ -177,12 +223,12 @@ def two_ranks(play: Callable[..., Any], folder: Path) -> dict[int, dict[str, Any
 
 @pytest.fixture(scope="module")
 def tail(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    return two_ranks(straggler, tmp_path_factory.mktemp("tail"))
+    return play_ranks(straggler, tmp_path_factory.mktemp("tail"))
 
 
 @pytest.fixture(scope="module")
 def merged(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    return two_ranks(merges, tmp_path_factory.mktemp("merged"))
+    return play_ranks(merges, tmp_path_factory.mktemp("merged"))
 
 
 def test_the_window_spans_the_tail(tail: dict[int, dict[str, Any]]) -> None:
@@ -193,6 +239,7 @@ def test_the_window_spans_the_tail(tail: dict[int, dict[str, Any]]) -> None:
     assert first.harvested_s <= first.available_s
     assert first.overshoot_s < 0.2  # one step of 10 ms on a busy machine
     assert first.loss_first == 1.0 and first.loss_last == 1 / first.drafter_steps
+    assert 0.01 <= first.step_p50_s <= first.step_p95_s < 0.2 and math.isnan(last.step_p50_s)
     assert last.drafter_steps == 0 and last.available_s < 0.1 and last.harvested_s == 0
 
 
@@ -215,6 +262,40 @@ def test_first_rank_done_chooses_the_vocabulary(tail: dict[int, dict[str, Any]])
     """Before its first train step; the straggler has it before it loads what was trained so."""
     assert tail[0]["vocabs"][1] == [10, 20]
     assert tail[1]["vocabs"] == ([10, 20], [10, 20])
+
+
+def test_a_vocabulary_is_chosen_once_and_after_the_rank_counts_as_done(tmp_path: Path) -> None:
+    done = []
+    with ranks_of_one_process(tmp_path) as (first, straggler):
+        store, trainer = first._ranks._store, first.trainable
+        trainer.choose_vocab = lambda: done.append(store.check(["1/done"])) or [7, 9]  # type: ignore
+        first._merge = straggler._merge = lambda receipt: receipt  # type: ignore
+        straggler.trainable.choose_vocab = lambda: pytest.fail("chosen twice")  # type: ignore
+        thread = threading.Thread(target=first.harvest, args=(1,))
+        thread.start()
+        while not trainer.version:
+            time.sleep(0.01)
+        straggler.harvest(1)
+        thread.join()
+        assert done == [True]
+        assert trainer.vocab.tolist() == straggler.trainable.vocab.tolist() == [7, 9]
+
+
+def test_nothing_is_published_after_the_window(tmp_path: Path) -> None:
+    """The last train step has outlived it, and publication is due."""
+    with ranks_of_one_process(tmp_path) as (first, straggler):
+        first._merge = straggler._merge = lambda receipt: receipt  # type: ignore
+        step = first.trainable.train_step
+
+        def last_step() -> dict[str, Any]:
+            straggler._ranks.count_done()
+            straggler._ranks.known("vocab")  # the count has been made
+            first._next_publish = 0.0
+            return step()
+
+        first.trainable.train_step = last_step
+        receipt = first.harvest(1)
+        assert receipt.drafter_steps == 1 and receipt.published == 0
 
 
 def test_a_drafter_that_has_learnt_keeps_its_vocabulary(alone: Callable[..., SpotTrainer]) -> None:
@@ -249,7 +330,7 @@ def test_log_events_and_states(tail: dict[int, dict[str, Any]]) -> None:
     assert set(fields) == {"harvest_start", "harvest_step", "harvest_end", "publish", "merge"}
     assert fields["harvest_end"] == {
         "step", "available_s", "harvested_s", "overshoot_s", "drafter_steps", "tokens",
-        "loss_first", "loss_last", "buffer_tokens",
+        "loss_first", "loss_last", "buffer_tokens", "step_p50_s", "step_p95_s",
     }  # fmt: skip
     assert fields["publish"] == {"step", "version", "seconds", "bytes"}
     assert fields["merge"] == {"step", "seconds", "steps_by_rank", "fingerprint", "wait_s"}
@@ -276,6 +357,41 @@ def test_merge_is_the_step_weighted_average(merged: dict[int, dict[str, Any]]) -
     assert log[0]["steps_by_rank"] == [3, 5]
 
 
+def test_three_ranks_merge_by_steps(tmp_path: Path) -> None:
+    # start + (3 * 3 * 0.25 + 5 * 5 * 0.7 + 2 * 2 * 0.4) / 10 = start + 2.135
+    got = play_ranks(merges, tmp_path, 3)
+    _, state, version = got[0]["unequal"]
+    expected = torch.tensor(got[0]["before"]["fc.weight"]) + 2.135
+    torch.testing.assert_close(torch.tensor(state["fc.weight"]), expected, rtol=1e-6, atol=1e-6)
+    assert state["fc.weight/step"] == 5.0 and version == 6
+    for rank in range(3):
+        for name in ("unequal", "zero", "differ", "nan_zero", "nan_some"):
+            assert got[rank][name][1] == got[0][name][1], (rank, name)
+        assert got[rank]["differ"][2] == {"drafters_differ": 1}
+        assert got[rank]["log"][-1]["steps_by_rank"] == [0, 2, 0]  # of window nan_some
+    moved = torch.tensor(got[0]["nan_some"][1]["norm.weight"]) - 1 - 2.135
+    torch.testing.assert_close(moved, torch.full((4,), 1.4), rtol=1e-6, atol=1e-6)
+
+
+def test_a_straggler_among_three_takes_what_was_trained_on(tmp_path: Path) -> None:
+    got = play_ranks(two_stragglers, tmp_path, 3)
+    windows = [got[rank]["receipt"].available_s for rank in range(3)]
+    assert windows == pytest.approx([1.6, 0.8, 0.0], abs=0.3)
+    assert got[1]["swaps"] and got[2]["swaps"]  # rank 1 trains on from what it has taken over
+    assert got[2]["swaps"] == sorted(set(got[2]["swaps"]))
+    steps = [got[rank]["receipt"].drafter_steps for rank in range(3)]
+    assert got[0]["merge"]["steps_by_rank"] == steps and min(steps[:2]) > 10
+    assert got[0]["state"] == got[1]["state"] == got[2]["state"]
+
+
+def test_a_repaired_drafter_is_taught_its_own_vocabulary(tmp_path: Path) -> None:
+    """All of it: the twin that is trained has the ids too, so the ranks' next steps are equal."""
+    first, second = play_ranks(real_drafters_differ, tmp_path).values()
+    assert first["guards"] == second["guards"] == {"drafters_differ": 1}
+    assert first["vocab"] == second["vocab"] != list(range(23))
+    assert first["loss"] == second["loss"]
+
+
 def test_merge_without_steps_changes_nothing(merged: dict[int, dict[str, Any]]) -> None:
     for rank in (0, 1):
         assert merged[rank]["zero"][1:] == merged[rank]["unequal"][1:]
@@ -299,7 +415,7 @@ def test_a_poisoned_drafter_does_not_spread(merged: dict[int, dict[str, Any]]) -
 
 @pytest.mark.gpu
 def test_merges_of_cuda_tensors(merged: dict[int, dict[str, Any]], tmp_path: Path) -> None:
-    on_gpu = two_ranks(functools.partial(merges, device="cuda"), tmp_path)
+    on_gpu = play_ranks(functools.partial(merges, device="cuda"), tmp_path)
     for name in ("unequal", "zero", "differ", "nan_zero", "nan_some"):
         for rank in (0, 1):
             assert on_gpu[rank][name][1:] == merged[rank][name][1:]
@@ -316,7 +432,7 @@ def test_collective_of_nccl_is_bounded(alone: Callable[..., SpotTrainer]) -> Non
 
 
 def test_rank_lost_in_the_tail_is_named(tmp_path: Path) -> None:
-    answer = two_ranks(lost_in_tail, tmp_path)[0]
+    answer = play_ranks(lost_in_tail, tmp_path)[0]
     assert "rank 1 is lost: last seen generating in step 3" in answer["error"]
     assert 1.0 < answer["took"] < 4.0
     assert "r1.safetensors" in answer["left"]  # killed
@@ -324,16 +440,35 @@ def test_rank_lost_in_the_tail_is_named(tmp_path: Path) -> None:
 
 
 def test_rank_lost_in_the_merge_is_an_error(tmp_path: Path) -> None:
-    answer = two_ranks(lost_in_merge, tmp_path)[0]
+    answer = play_ranks(lost_in_merge, tmp_path)[0]
     assert "rank 0: a rank was lost in the merge of step 3" in answer["error"]
     assert answer["took"] < 10.0
 
 
 def test_silent_rank_is_lost_within_the_bound(tmp_path: Path) -> None:
     started, lost = time.monotonic(), "rank 1 is lost: last seen generating in step 1"
-    with pair_of_ranks(tmp_path) as ranks, pytest.raises(RuntimeError, match=lost):
+    with ranks_of_one_process(tmp_path) as ranks, pytest.raises(RuntimeError, match=lost):
         ranks[0].harvest(1)
     assert 1.0 <= time.monotonic() - started < 3.0
+
+
+def test_a_rank_that_trains_inline_watches_the_others(tmp_path: Path) -> None:
+    lost = "rank 1 is lost: last seen generating in step 1"
+    with ranks_of_one_process(tmp_path) as ranks, pytest.raises(RuntimeError, match=lost):
+        ranks[0]._merge = lambda receipt: receipt
+        ranks[0].inline(1, 40.0)  # four seconds of training
+
+
+def test_a_rank_that_trains_inline_is_not_lost(tmp_path: Path) -> None:
+    with ranks_of_one_process(tmp_path) as ranks:
+        ranks[0]._merge = lambda receipt: receipt
+        trains = threading.Thread(target=ranks[0].inline, args=(1, 18.0))
+        trains.start()
+        while trains.is_alive():  # longer than a silent rank would live
+            ranks[1]._ranks.beat()
+            ranks[1]._ranks.watch()
+            time.sleep(0.02)
+        assert ranks[0].trainable.version > 10
 
 
 @pytest.fixture
@@ -380,6 +515,9 @@ def test_off_does_nothing(alone: Callable[..., SpotTrainer]) -> None:
         torch.OutOfMemoryError("CUDA out of memory"),
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("could not create a memory"),
+        RuntimeError("could not create a primitive"),
     ],
 )
 def test_out_of_memory_ends_harvesting_not_the_run(
@@ -396,7 +534,29 @@ def test_out_of_memory_ends_harvesting_not_the_run(
         trains.begin(step)
         assert trains.inline(step, 0.05).drafter_steps == 0
     assert trains.degraded == "out_of_memory" and trains.guards == {"out_of_memory": 1}
+    assert trainer.freed == 1
     assert [line["name"] for line in trains.log.of("guard")] == ["out_of_memory"]
+
+
+@pytest.mark.parametrize("where", ["choose_vocab", "tensors"])
+def test_out_of_memory_outside_a_train_step(
+    alone: Callable[..., SpotTrainer], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trains = alone(FakeTrainer(limit=30), inline_fraction=1.0)
+
+    def fail() -> Any:
+        raise MemoryError
+
+    trains.begin(0)
+    monkeypatch.setattr(trains.trainable, where, fail)
+    if where == "tensors":  # what a publication reads
+        trains._open(0)
+        trains._next_publish = 0.0
+        trains._publish_if_due(Receipt(0, 0))
+    else:
+        assert trains.inline(0, 0.2).drafter_steps == 0
+        assert trains.trainable.vocab.tolist() == [0, 1]  # as it was
+    assert trains.degraded == "out_of_memory" and trains.trainable.freed == 1
 
 
 def test_loss_that_is_not_finite_ends_harvesting(alone: Callable[..., SpotTrainer]) -> None:
@@ -424,7 +584,7 @@ def test_other_errors_propagate(alone: Callable[..., SpotTrainer]) -> None:
 
 def test_long_train_steps_are_said(alone: Callable[..., SpotTrainer]) -> None:
     trainer = FakeTrainer(pause=0.02)
-    trainer.budget_seconds = 0.005
+    trainer.budget_seconds = 0.0125
     trains = alone(trainer, inline_fraction=1.0)
     trains.begin(0)
     steps = trains.inline(0, 0.2).drafter_steps

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from drafter_reference import make_drafter
-from spot_fakes import FakeTrainer, everything, pair_of_ranks
+from spot_fakes import FakeTrainer, everything, ranks_of_one_process
 from test_distill import make_buffer
 
 from minitlt import spot, swap
@@ -34,8 +34,8 @@ NUMBERS = dict.fromkeys(swap.NUMBERS, "3")
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[tuple[SpotTrainer, SpotTrainer]]:
-    with pair_of_ranks(tmp_path) as ranks:
-        yield ranks
+    with ranks_of_one_process(tmp_path) as (giver, taker):
+        yield giver, taker
 
 
 def poll(trains: SpotTrainer) -> spot.Swap | None:
@@ -56,6 +56,20 @@ def test_newest_by_steps_wins_and_old_windows_do_not(
     assert giver._publish(9)
     taker.begin(2)
     assert poll(taker) is None  # of the window before: the merge has given more
+
+
+def test_steps_that_were_taken_over_count_as_steps(tmp_path: Path) -> None:
+    """Seven steps of rank 0 and one of rank 1 on top of them are fresher than the seven."""
+    with ranks_of_one_process(tmp_path, 3) as (first, second, straggler):
+        first.trainable.train_step()
+        assert first._publish(7)
+        assert poll(second) and poll(straggler)
+        second.trainable.train_step()
+        assert second._publish(1)
+        taken = poll(straggler)
+        assert taken and (taken.source_rank, taken.drafter_steps, taken.version) == (1, 8, 2)
+        assert first._publish(8) and poll(straggler) is None
+        assert first._publish(9) and poll(straggler)
 
 
 def _flip(path: Path) -> None:
