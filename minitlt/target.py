@@ -475,7 +475,8 @@ def full_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Raises ValueError for models whose cache cannot roll back, saying which part of it."""
+    """Raises ValueError for models whose cache cannot roll back, or whose rows look at each other,
+    saying which part of it."""
     layer_types = getattr(config, "layer_types", None) or []
     kinds = set(layer_types)
     if odd := sorted(kinds - {"full_attention"}):
@@ -489,10 +490,18 @@ def refuse_unsupported(config: Any) -> None:
             f"{config.model_type}: a sliding window of {window} in every layer cannot roll back "
             "after a rejected draft; use a model with full attention"
         )
-    if getattr(config, "rope_parameters", None) is None:
+    rope = getattr(config, "rope_parameters", None)
+    if rope is None:
         raise ValueError(
             f"{config.model_type}: no rotary positions in its config; minitlt needs a rope decoder"
         )
+    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
+    for kind in (part.get("rope_type", "default") for part in (rope, *by_layer_type)):
+        if kind not in STATIC_ROPE:
+            raise ValueError(
+                f"{config.model_type}: rope type {kind!r} turns with the longest row of a batch, "
+                f"so a row's tokens would depend on its company; possible: {', '.join(STATIC_ROPE)}"
+            )
 
 
 def make_target(

@@ -163,6 +163,36 @@ def test_models_that_cannot_roll_back_are_refused():
         refuse_unsupported(sliding)
 
 
+LONG_ROPE = {
+    "dynamic": {},
+    "longrope": {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6,
+                 "original_max_position_embeddings": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LONG_ROPE)
+def test_rope_that_turns_with_the_longest_row_is_refused(kind):
+    """Why: transformers chooses frequencies by the batch's largest position; a row beside a long
+    one is not what it is alone."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **LONG_ROPE[kind]}
+    model = tiny_model(rope_parameters=rope, max_position_embeddings=64)
+    row, long = (torch.tensor(random_prompts([n])) for n in (9, 90))
+    with torch.no_grad():
+        alone = model(row, position_ids=torch.arange(9)[None]).logits[0]
+        both = torch.cat([row, long[:, :9]])
+        far = torch.stack([torch.arange(9), torch.arange(80, 89)])
+        beside = model(both, position_ids=far).logits[0]
+    assert not torch.allclose(alone, beside, atol=1e-3)
+    for backend in ("auto", "module"):
+        with pytest.raises(ValueError, match=f"rope type '{kind}'"):
+            make_target(model, backend=backend)
+    config = tiny_model().config
+    config.rope_parameters = {"full_attention": rope}
+    with pytest.raises(ValueError, match=f"rope type '{kind}'"):
+        refuse_unsupported(config)
+    refuse_unsupported(tiny_model("llama3_rope").config)
+
+
 def test_taps_are_eagle3s_and_clamped_for_shallow_models():
     assert default_taps(30) == (2, 15, 27)
     assert default_taps(2) == (1, 1, 1)
