@@ -305,7 +305,10 @@ class LlamaTarget(Target):
         else:
             self.head.weight = self.head_weight  # one copy; if tied, the embedding's
         if self.device.type == "cpu" and not self.min_rows:
-            self.min_rows = fewest_rows([self.head, *self.linears[0].values()])
+            self.min_rows, self.head.fewest = 1, fewest_rows(self.head)
+            fewest = {name: fewest_rows(linear) for name, linear in self.linears[0].items()}
+            for name, linear in (pair for layer in self.linears for pair in layer.items()):
+                linear.fewest = fewest[name]
 
     def _store(self, place: dict[str, Tensor], key: str, tensor: Tensor) -> None:
         """In place: drafters hold embedding and head by reference."""
