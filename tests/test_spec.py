@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import random_prompts, tiny_model
+from models import OTHERS, random_prompts, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafters import SCRIPTS, ScriptedDrafter, oracle
@@ -61,8 +61,11 @@ def assert_same(got, want):
         torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("backend", ["fused", "module"])
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [(kind, backend) for kind in ("llama", "llama_yarn", "llama_linear", "qwen2", "qwen3")
+     for backend in ("fused", "module")] + [(kind, "module") for kind in OTHERS],
+)  # fmt: skip
 def test_greedy_equals_transformers_generate(kind, backend):
     model = tiny_model(kind)
     prompts = random_prompts(LENGTHS)
@@ -128,6 +131,17 @@ def test_trees_change_nothing(temperature, shape, script):
     assert_same(got, plain)
     if script == "oracle":
         assert got.stats.accept_length > 1.5
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_speculation_changes_nothing_for_models_of_other_kinds(kind):
+    prompts, which = random_prompts(LENGTHS), target(kind, torch.float64)
+    plain = run(PARAMS, prompts, which=which)
+    for arm in ("scripted-3", "scripted-3x2"):
+        drafter = ScriptedDrafter(known(prompts, plain), SCRIPTS["oracle_then_wrong"])
+        got = run(PARAMS, prompts, arm, [drafter], which=which, max_rows=4)
+        assert_same(got, plain)
+        assert got.stats.accept_length > 1.3
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 4])

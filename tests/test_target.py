@@ -1,8 +1,11 @@
 """The target's logits, taps and cache against the transformers module they stand for."""
 
+import logging
+
 import pytest
 import torch
-from models import KINDS, random_prompts, tiny_model
+from models import KINDS, OTHERS, SIZES, random_prompts, tiny_model
+from transformers import NanoChatConfig, NanoChatForCausalLM
 
 from minitlt.draft import default_taps
 from minitlt.linear import Linear, can_pack, decoding_dtype, fewest_rows
@@ -13,6 +16,10 @@ from minitlt.target import (
     full_state,
     make_target,
     refuse_unsupported,
+)
+
+EVERY_PATH = pytest.mark.parametrize(
+    ("kind", "backend"), [("llama", "fused"), ("llama", "module"), *((k, "module") for k in OTHERS)]
 )
 
 
@@ -26,8 +33,9 @@ def feed(target, prompts, first_slot=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("backend", ["fused", "module"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "backend"), [*((k, "fused") for k in KINDS), *((k, "module") for k in KINDS | OTHERS)]
+)
 def test_logits_and_taps_equal_the_module(kind, backend, dtype):
     model = tiny_model(kind, dtype=dtype)
     target = make_target(model, dtype=dtype, backend=backend)
@@ -45,10 +53,10 @@ def test_logits_and_taps_equal_the_module(kind, backend, dtype):
         )
 
 
-@pytest.mark.parametrize("backend", ["fused", "module"])
-def test_ragged_steps_equal_a_fresh_prefill(backend):
+@EVERY_PATH
+def test_ragged_steps_equal_a_fresh_prefill(kind, backend):
     """Rows of different lengths, fed in uneven pieces, see exactly their own context."""
-    model = tiny_model(dtype=torch.float64)
+    model = tiny_model(kind, dtype=torch.float64)
     target = make_target(model, dtype=torch.float64, backend=backend)
     target.reserve(4, 64)
     rows = random_prompts([9, 14, 6, 11])
@@ -61,9 +69,9 @@ def test_ragged_steps_equal_a_fresh_prefill(backend):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("backend", ["fused", "module"])
-def test_a_tree_node_sees_its_ancestors_and_nothing_else(backend):
-    model = tiny_model(dtype=torch.float64)
+@EVERY_PATH
+def test_a_tree_node_sees_its_ancestors_and_nothing_else(kind, backend):
+    model = tiny_model(kind, dtype=torch.float64)
     target = make_target(model, dtype=torch.float64, backend=backend)
     target.reserve(2, 64)
     prompts = random_prompts([7, 4])
@@ -242,9 +250,27 @@ def test_slot_cache_states_its_size():
     assert cache.length == 128 and cache.layers[0].shape == (2, 4, 128, 12)
 
 
-def test_backends_are_chosen_by_what_is_exact():
-    assert isinstance(make_target(tiny_model("qwen3")), LlamaTarget)
-    assert isinstance(make_target(tiny_model(hidden_act="gelu")), ModuleTarget)
+def test_backends_are_chosen_by_what_is_exact(caplog):
+    with caplog.at_level(logging.INFO, logger="minitlt.target"):
+        assert isinstance(make_target(tiny_model("qwen3")), LlamaTarget)
+        assert isinstance(make_target(tiny_model(hidden_act="gelu")), ModuleTarget)
+    assert [record.getMessage() for record in caplog.records] == [
+        "target: qwen3 runs fused, in torch.float32",
+        "target: llama runs module, in torch.float32",
+    ]
+
+
+def test_soft_capped_logits_teach_no_drafter():
+    """A drafter's teacher is lm_head(hidden). (A scale is in it for Granite and Cohere: above.)"""
+    config = NanoChatConfig(**SIZES, final_logit_softcapping=15.0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = NanoChatForCausalLM(config).eval()
+    target = make_target(model)
+    target.reserve(1, 8)
+    assert target.forward(torch.tensor([[4, 5]]), torch.tensor([0]))[0].isfinite().all()
+    with pytest.raises(ValueError, match="soft-capped"):
+        target.head_weight  # noqa: B018
 
 
 def test_the_trainers_own_model_is_left_as_it_was():
