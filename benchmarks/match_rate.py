@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout import DTYPES, Bench, keys, machine, parse
+from rollout import DTYPES, RUNS, Bench, keys, machine, parse
 
 from minitlt.linear import can_pack
 
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
             continue
         options.dtype = name
         result["match_rate"][name] = study(Bench(options), rows)
-    out: Path = options.out or Path(__file__).parent / "results" / "match_rate.json"
+    out: Path = options.out or RUNS / "match_rate.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result) + "\n")
     print(json.dumps(result))
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 def study(bench: Bench, rows: int) -> dict[str, Any]:
     from minitlt.spec import Arm, Bandit
 
-    plain, spec = bench.engines()
+    plain, spec = bench.engines(bench.options.dtype)
     prompts, params = bench.prompts[:rows], bench.sampling(bench.options.new)
     want = plain.generate(prompts, params, keys(rows, 70)).completion_ids
     result = {}

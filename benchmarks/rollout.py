@@ -4,15 +4,20 @@
                                  [--peer vllm --peer-python VENV/bin/python] [--out FILE]
 
 The default model on prompts of the default recipe's task, T = 1, real stop lengths. For every batch
-size the systems take turns within each repeat, so that a machine that drifts hits all alike:
+size the systems take turns within each repeat, so that a machine that drifts hits all alike. A
+repeat is as many rollouts in a row as give `--least` tokens: with few rows one is soon over.
 - `hf`: transformers' generate as TRL's GRPOTrainer calls it on a CPU: fp32, left padding, sampled;
 - `plain`: our engine without drafts;
 - `spec`: our engine with drafts, a bandit choosing among chains and small trees, on the rollouts of
   `plain`. In fp32 they are the same because the keys are, up to near ties in trees: every token
-  is compared, and `token_mismatches` counts the differences. In bf16 the recorded completions are
-  replayed, and there is nothing to compare.
-- `--peer vllm` (an interpreter of its own, `benchmarks/vllm_peer.py`): no stops, so that both emit
-  the same number of tokens.
+  is compared, and `token_mismatches` counts the differences. In bf16 both replay the completions
+  of `plain` once more for their ratio, there is nothing to compare, and one rollout of `spec`
+  that replays nothing is there for its exactness.
+- `--peer vllm` (an interpreter of its own, `benchmarks/vllm_peer.py`, which decodes in bf16): no
+  stops, so that both emit the same number of tokens; ours in bf16 too where this processor packs
+  it (`vllm.our_dtype` says).
+
+--dtype auto, the default, is what `rollout.dtype: auto` gives a run that trains in fp32: fp32.
 
 The drafter is the one in --drafter (for instance RUN/drafter); without it the warm one that comes
 with the package, or with --train-seconds one that is distilled here on rollouts of other prompts.
@@ -23,19 +28,23 @@ entropy) under the fp32 transformers module, with its standard error: exact samp
 `step_ms` is the time of one forward for B rows of T tokens beside `floor_ms`, the time to read the
 weights once at the machine's measured bandwidth, and says where the rest goes (CPU only).
 
-The last line is one JSON object with the figures that are quoted; --out has all of them.
-Timings mean nothing while other work runs on the machine. Left out: prefill (short prompts here).
+The last line is one JSON object with the figures that are quoted; --out has all of them, by default
+under `runs/` (the committed ones were written with --out benchmarks/results/..). Timings mean
+nothing while other work runs on the machine: `alone` is false if its load average was above 0.5
+when this began. Left out: prefill on its own (short prompts here).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,11 +53,12 @@ import torch
 from _machine import about
 
 HERE = Path(__file__).parent
+RUNS = HERE.parent / "runs"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TREES = ["eagle-2x2b3", "eagle-3x2b7", "eagle-4x3b7"]  # 3 or 7 drafts: a verify step of 4 or 8
 QUOTED = ("plain_over_hf_b32", "plain_over_hf_b1", "spec_over_plain", "spec_over_hf_b16", "tok_s",
           "token_mismatches", "roofline_fraction_b1", "spec_over_vllm_b1", "spec_over_vllm_b16",
-          "exactness", "commit", "versions", "machine", "seeds")  # fmt: skip
+          "exactness", "dtype", "alone", "commit", "versions", "machine", "seeds")  # fmt: skip
 
 Rows = list[tuple[list[int], list[int]]]  # (prompt, completion)
 
@@ -57,15 +67,15 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(options.threads)
+    result = machine(options)  # first: it looks at the load
     bench = Bench(options)
-    result = machine(options)
     if options.device == "cpu":
         result |= bench.step_times()
     result |= bench.rollouts()
     if options.peer == "vllm":
         result |= bench.against_vllm()
     result["exactness"] = bench.exactness()
-    out = options.out or HERE / "results" / f"rollout_{options.device}{options.threads}.json"
+    out = options.out or RUNS / f"rollout_{options.device}{options.threads}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result) + "\n")
     print(json.dumps({name: result[name] for name in QUOTED if name in result}))
@@ -75,22 +85,26 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add = parser.add_argument
-    add("--quick", action="store_true", help="fewer sizes, short rows, under 5 minutes")
+    add("--quick", action="store_true", help="one repeat of short rows, under 5 minutes")
     add("--drafter", default="smollm2", help="a saved drafter, e.g. RUN/drafter")
     add("--train-seconds", type=float, default=0, help="distil one here instead")
-    add("--dtype", choices=DTYPES, default="fp32", help="of the engine's weights")
+    add("--dtype", choices=["auto", *DTYPES], default="auto",
+        help="of the engine's weights; auto: as in a run that trains in fp32")  # fmt: skip
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--threads", type=int, default=2)
-    add("--new", type=int, default=0, help="tokens per row at most; 0: 512, quick: 64")
-    add("--repeats", type=int, default=3)
-    add("--sizes", type=int, nargs="+", help="default: 1 2 4 8 16 32, quick: 1 8 32")
+    add("--new", type=int, default=0, help="tokens per row at most; 0: 512, quick: 24")
+    add("--repeats", type=int, default=0, help="0: 3, quick: 1")
+    add("--least", type=int, default=0, help="tokens of a repeat at least; 0: 300, quick: 48")
+    add("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     add("--arms", nargs="+", help="default: the recipe's and " + " ".join(TREES))
     add("--peer", choices=["vllm"])
     add("--peer-python", type=Path, help="the interpreter that has the peer; or $MINITLT_PEER")
     add("--out", type=Path)
     options = parser.parse_args(argv)
-    options.new = options.new or (64 if options.quick else 512)
-    options.sizes = options.sizes or ([1, 8, 32] if options.quick else [1, 2, 4, 8, 16, 32])
+    options.new = options.new or (24 if options.quick else 512)
+    options.repeats = options.repeats or (1 if options.quick else 3)
+    options.least = options.least or (48 if options.quick else 300)
+    options.dtype = engine_dtype(options.dtype, torch.float32, options.device)
     if options.train_seconds:
         options.drafter = "target"
     if options.peer and not options.peer_python:
@@ -100,6 +114,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def engine_dtype(wish: str, trains_in: torch.dtype, device: str) -> str:
+    """fp32 or bf16, as the engine chooses."""
+    from minitlt.linear import decoding_dtype
+
+    chosen = decoding_dtype(wish, trains_in, torch.device(device))
+    return next(name for name, dtype in DTYPES.items() if dtype == chosen)
+
+
 def machine(options: argparse.Namespace) -> dict[str, Any]:
     """What the figures depend on; other benchmarks ask with less than all options."""
     facts = about()
@@ -107,10 +129,12 @@ def machine(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "rollout",
         **facts,
-        "seeds": {"task": 1, "keys": 0, "torch": list(range(options.repeats))},
+        "alone": facts["machine"]["load_average"] <= 0.5,
+        "seeds": {"task": 1, "keys": 0, "torch": 0},
         "dtype": getattr(options, "dtype", "fp32"),
         "drafter": getattr(options, "drafter", ""),
         "new_tokens": options.new,
+        "least_tokens": getattr(options, "least", 0),
         "repeats": options.repeats,
     }
 
@@ -125,7 +149,7 @@ class Bench:
         from minitlt.models import resolve_model
         from minitlt.tasks import encode_prompt, load_task
 
-        self.options = options
+        self.options, self.replays = options, options.dtype != "fp32"
         self.recipe = load_config(find_recipe(DEFAULT_RECIPE))
         self.folder = resolve_model(self.recipe.trl["model_name_or_path"])
         load: Any = AutoModelForCausalLM.from_pretrained
@@ -166,7 +190,7 @@ class Bench:
         rows = out[:, longest:].tolist()
         return [r[: r.index(stop) + 1] if stop in r else r for r in rows], seconds
 
-    def engines(self) -> tuple[Any, Any]:
+    def engines(self, dtype: str) -> tuple[Any, Any]:
         """(plain, speculative) engines over one target; the second has a trained drafter."""
         from minitlt.config import RolloutConfig, build
         from minitlt.eagle3 import DrafterConfig
@@ -176,7 +200,7 @@ class Bench:
 
         options = self.options
         arms = options.arms or [*self.recipe.rollout["arms"], *TREES]
-        settings = {**self.recipe.rollout, "dtype": options.dtype, "arms": arms}
+        settings = {**self.recipe.rollout, "dtype": dtype, "arms": arms}
         parts = build_speculation(
             self.model,
             build(RolloutConfig, settings, "rollout"),
@@ -204,8 +228,8 @@ class Bench:
 
     def rollouts(self) -> dict[str, Any]:
         """Tokens per second of the three systems by batch size, and their ratios."""
-        plain, spec = self.engines()
-        self.plain, self.spec = plain, spec
+        plain, spec = self.engines(self.options.dtype)
+        self.spec = spec
         rates: dict[str, float] = {}
         ratios: dict[str, float] = {}
         details: dict[str, Any] = {}
@@ -218,8 +242,9 @@ class Bench:
                 rates[f"{name}_b{num}"] = statistics.median(r["rates"][name] for r in runs)
             ratios[str(num)] = statistics.median(r["ratio"] for r in runs)
             mismatches += sum(r["mismatches"] for r in runs)
+            row_steps = sum(r["row_steps"] for r in runs)
             details[str(num)] = {
-                "accept_length": statistics.mean(r["accept_length"] for r in runs),
+                "accept_length": sum(r["tokens"] for r in runs) / row_steps,
                 "arms": runs[-1]["arms"],
                 "tokens": sum(r["tokens"] for r in runs),
                 "ratios": [round(r["ratio"], 3) for r in runs],
@@ -229,7 +254,7 @@ class Bench:
                   flush=True)  # fmt: skip
         result: dict[str, Any] = {"tok_s": rates, "spec_over_plain": ratios, "speculation": details}
         # A replay has no tokens of its own to compare.
-        result["token_mismatches"] = mismatches if self.options.dtype == "fp32" else None
+        result["token_mismatches"] = None if self.replays else mismatches
         for num in (1, 32):
             if f"hf_b{num}" in rates:
                 result[f"plain_over_hf_b{num}"] = rates[f"plain_b{num}"] / rates[f"hf_b{num}"]
@@ -238,32 +263,58 @@ class Bench:
         return result
 
     def one_repeat(self, plain: Any, spec: Any, num: int, repeat: int) -> dict[str, Any]:
-        from minitlt.run import count_mismatches
-
-        first = repeat * num if repeat * num + num <= 64 else 0
-        prompts = self.prompts[first : first + num]
-        params, row_keys = self.sampling(self.options.new), keys(num, 40 + repeat)
-        rates = {}
-        if num in (1, 16, 32):
-            texts, seconds = self.transformers(prompts, repeat)
-            rates["hf"] = sum(map(len, texts)) / seconds
-            self.keep(f"hf_b{num}", prompts, texts)
-        want = plain.generate(prompts, params, row_keys)
-        replay = {} if self.options.dtype == "fp32" else {"replay": want.completion_ids}
-        got = spec.generate(prompts, params, row_keys, **replay)
-        self.keep(f"plain_b{num}", prompts, want.completion_ids)
-        if not replay:
-            self.keep(f"spec_b{num}", prompts, got.completion_ids)
-        rates |= {"plain": want.stats.tokens_per_second, "spec": got.stats.tokens_per_second}
-        arms = {name: int(arm["steps"]) for name, arm in got.stats.arms.items()}
+        """Rollouts of this size until there are enough tokens, the systems by turns."""
+        sums: dict[str, list[float]] = {}  # of each system: tokens, seconds
+        arms: Counter[str] = Counter()
+        mismatches = row_steps = 0
+        for turn in itertools.count():
+            at = repeat + turn * self.options.repeats
+            prompts = [self.prompts[(at * num + i) % 64] for i in range(num)]
+            done, different = self.one_turn(plain, spec, prompts, at)
+            for name, (tokens, seconds) in done.items():
+                was = sums.get(name, [0, 0.0])
+                sums[name] = [was[0] + tokens, was[1] + seconds]
+            arms.update({name: int(arm["steps"]) for name, arm in spec.stats.arms.items()})
+            row_steps += spec.stats.row_steps
+            mismatches += different
+            if sums["spec"][0] >= self.options.least:
+                break
+        rates = {name: tokens / seconds for name, (tokens, seconds) in sums.items()}
         return {
             "rates": rates,
-            "ratio": rates["spec"] / rates["plain"],
-            "mismatches": count_mismatches(want.completion_ids, got.completion_ids),
-            "accept_length": got.stats.accept_length,
-            "arms": arms,
-            "tokens": got.stats.tokens,
+            "ratio": rates["spec"] / rates["plain_replayed" if self.replays else "plain"],
+            "mismatches": mismatches,
+            "row_steps": row_steps,
+            "arms": dict(arms),
+            "tokens": int(sums["spec"][0]),
         }
+
+    def one_turn(
+        self, plain: Any, spec: Any, prompts: list[list[int]], at: int
+    ) -> tuple[dict[str, tuple[int, float]], int]:
+        """(tokens, seconds) of one rollout of these prompts by each system; tokens that differ."""
+        from minitlt.run import count_mismatches
+
+        num, done = len(prompts), dict[str, tuple[int, float]]()
+        same: Any = (prompts, self.sampling(self.options.new), keys(num, 1000 + at))
+        if num in (1, 16, 32):
+            texts, seconds = self.transformers(prompts, at)
+            done["hf"] = sum(map(len, texts)), seconds
+            self.keep(f"hf_b{num}", prompts, texts)
+        want = plain.generate(*same)
+        record = want.completion_ids
+        self.keep(f"plain_b{num}", prompts, record)
+        runs = {"plain": want}
+        if self.replays:
+            if at % self.options.repeats == 0:  # in the first repeat
+                self.keep(f"spec_b{num}", prompts, spec.generate(*same).completion_ids)
+            runs["plain_replayed"] = plain.generate(*same, replay=record)
+            runs["spec"] = spec.generate(*same, replay=record)
+        else:
+            runs["spec"] = spec.generate(*same)
+            self.keep(f"spec_b{num}", prompts, runs["spec"].completion_ids)
+        done |= {name: (r.stats.tokens, r.stats.seconds) for name, r in runs.items()}
+        return done, count_mismatches(record, runs["spec"].completion_ids)
 
     def against_vllm(self) -> dict[str, Any]:
         """Speculation over vLLM without it, equal numbers of tokens, stops ignored."""
@@ -280,16 +331,21 @@ class Bench:
         if "error" in peer:
             print(f"vllm does not run here: {peer['error']}", flush=True)
             return {"vllm_error": peer["error"]}
+        dtype = engine_dtype("auto", torch.bfloat16, self.options.device)
+        spec = self.spec if dtype == self.options.dtype else self.engines(dtype)[1]
         result: dict[str, Any] = {"vllm": {k: peer[k] for k in ("version", "tok_s")}}
+        result["vllm"]["our_dtype"] = dtype
         params = self.sampling(new, stops=False)
         for num in sizes:
             prompts = self.prompts[:num]
-            self.spec.generate(prompts, params, keys(num, 60))
-            own = [self.spec.generate(prompts, params, keys(num, 61 + r)) for r in range(3)]
+            spec.generate(prompts, params, keys(num, 60))
+            own = [spec.generate(prompts, params, keys(num, 61 + r)) for r in range(3)]
             rate = statistics.median(r.stats.tokens_per_second for r in own)
-            result[f"spec_over_vllm_b{num}"] = rate / peer["tok_s"][str(num)]
+            theirs = peer["tok_s"][str(num)]
+            result[f"spec_over_vllm_b{num}"] = rate / theirs
             self.keep(f"vllm_b{num}", prompts, peer["completions"][str(num)])
-            print(f"B={num}: ours {rate:.1f}, vllm {peer['tok_s'][str(num)]:.1f} tok/s", flush=True)
+            self.keep(f"spec_beside_vllm_b{num}", prompts, own[0].completion_ids)
+            print(f"B={num}: ours ({dtype}) {rate:.1f}, vllm {theirs:.1f} tok/s", flush=True)
         return result
 
     def keep(self, name: str, prompts: list[list[int]], texts: list[list[int]]) -> None:
@@ -340,8 +396,8 @@ class Bench:
             lengths = torch.full((num,), 200)
             row = table[str(num)] = {}
             for width in widths:
-                if num * width <= 512:
-                    tokens = torch.full((num, width), 100)
+                if num * width <= 2048:
+                    tokens = torch.full((num, width), 9)
                     row[str(width)] = milliseconds(lambda: target.forward(tokens, lengths))  # noqa: B023
             free = [w for w, ms in row.items() if ms <= 1.15 * row["1"]]
             print(f"step ms B={num:<3} {row}; nearly free: T = {', '.join(free)}", flush=True)
@@ -361,7 +417,7 @@ def step_parts(target: Any, num: int) -> dict[str, float]:
     from minitlt.kernels import coupled_verify
     from minitlt.slots import attend, plan_step
 
-    tokens, lengths = torch.full((num, 1), 100), torch.full((num,), 200)
+    tokens, lengths = torch.full((num, 1), 9), torch.full((num,), 200)
     shape, rows = target.shape, max(num, target.min_rows)
     inputs = {"down": torch.randn(rows, target.linears[0]["down"].num_inputs)}
     hidden = torch.randn(rows, shape.hidden)
@@ -425,9 +481,10 @@ def keys(num: int, generation: int) -> list[int]:
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
+    """Median of 7, or of fewer where they are slow."""
     run()
-    times = []
-    for _ in range(7):
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < 7 and sum(times) < 2):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)

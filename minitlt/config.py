@@ -59,7 +59,7 @@ class RolloutConfig:
     epsilon: float = option(0.05, "share of steps on which the bandit explores")
     window: int = option(40, "verify steps the bandit remembers per arm and bucket")
     max_rows: int = option(0, "rows decoded at once; 0 = all that fit the cache budget")
-    cache_gb: float = option(0.0, "key/value cache budget in GiB; 0 = 60 % of free memory")
+    cache_gb: float = option(0.0, "key/value cache budget in GiB; 0 = 60 % of a rank's free memory")
     prefill_chunk: int = option(512, "prompt tokens per prefill forward")
     importance_sampling: str = option(
         "auto", "TRL's correction for sampler/trainer differences: auto (on for bf16), on, off"

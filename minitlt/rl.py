@@ -419,6 +419,8 @@ def sampling_params(generation: dict[str, Any]) -> SamplingParams:
                 f"generation_kwargs.{name} is not supported by minitlt; {suggest(name, _PASSED)}"
             )
         values[_PASSED[name]] = value
+    if not generation.get("do_sample", True):  # null too, as for transformers
+        values["temperature"] = 0.0
     for name in ("stop_ids", "suppress_ids", "stop_strings"):
         given = values.get(name, ())
         values[name] = (given,) if isinstance(given, int | str) else tuple(given)

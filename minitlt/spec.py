@@ -35,10 +35,13 @@ F tapped width, H hidden.
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -497,9 +500,32 @@ def _gather(taps: Taps, nodes_BD: Tensor) -> Taps:
     return Taps(taps.features_BNF[row_B1, at_BD], taps.hidden_BNH[row_B1, at_BD])
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that may still be taken on this device."""
+def free_bytes(device: torch.device) -> float:
+    """Memory that may still be taken on this device: on a CPU, this rank's part of it."""
     if device.type == "cuda":
         pool = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + pool
-    return psutil.virtual_memory().available
+    free = min(psutil.virtual_memory().available, _cgroup_room())
+    return free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _cgroup_room(
+    root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")
+) -> float:
+    """What the memory limits of cgroup v2 (of a container, of a batch job) leave; inf without."""
+    try:
+        own = process.read_text().partition("0::/")[2].splitlines()[:1]
+    except OSError:  # not Linux
+        return math.inf
+    group, room = root.joinpath(*own), math.inf
+    for folder in (group, *group.parents):
+        try:
+            limit, used, stat = (
+                (folder / f"memory.{name}").read_text() for name in ("max", "current", "stat")
+            )
+        except OSError:
+            continue
+        if limit.strip() != "max":
+            cached = int(stat.partition("inactive_file ")[2].split()[0])  # given back when asked
+            room = min(room, int(limit) - int(used) + cached)
+    return room

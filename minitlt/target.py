@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -38,6 +39,7 @@ from minitlt.graphs import StepGraphs, row_bucket
 from minitlt.linear import Linear, fewest_rows, put
 from minitlt.slots import SlotCache, Step, TargetShape, attend, plan_step
 
+logger = logging.getLogger(__name__)
 _FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 Named = Iterable[tuple[str, Tensor]]
@@ -305,7 +307,10 @@ class LlamaTarget(Target):
         else:
             self.head.weight = self.head_weight  # one copy; if tied, the embedding's
         if self.device.type == "cpu" and not self.min_rows:
-            self.min_rows = fewest_rows([self.head, *self.linears[0].values()])
+            self.min_rows, self.head.fewest = 1, fewest_rows(self.head)
+            fewest = {name: fewest_rows(linear) for name, linear in self.linears[0].items()}
+            for name, linear in (pair for layer in self.linears for pair in layer.items()):
+                linear.fewest = fewest[name]
 
     def _store(self, place: dict[str, Tensor], key: str, tensor: Tensor) -> None:
         """In place: drafters hold embedding and head by reference."""
@@ -406,8 +411,24 @@ class ModuleTarget(Target):
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._seen: dict[int, Tensor] = {}
         self._last: Tensor | None = None
+        # Cohere and Granite scale their logits: so is what is tapped, and the head gives them.
+        up, down = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling"))
+        self._scale = (up or 1.0) / (down or 1.0)
         self._hook()
         self.refresh(full_state(model) if weights is None else weights)
+        self._head_gives_logits = self._check_head()
+
+    @torch.no_grad()
+    def _check_head(self) -> bool:
+        """Whether lm_head(tapped hidden state) are the logits; not if they are soft-capped."""
+        ids = torch.arange(8, device=self.device)[None] % self.shape.vocab
+        want = self.module(input_ids=ids, use_cache=False).logits
+        assert self._last is not None
+        got = self.module.get_output_embeddings()(self._last * self._scale)
+        gap = (want - got).abs().max()
+        limit = 1e-4 if self.dtype.itemsize > 2 else 0.02
+        # Not `<=`, so that NaN passes: a rank of FSDP may get its weights only later.
+        return not bool(gap > limit * want.abs().max())
 
     def _hook(self) -> None:
         layers = self.module.get_decoder().layers
@@ -443,7 +464,8 @@ class ModuleTarget(Target):
             **{self._cache_name: _CacheView(self.cache, step)},
         )
         assert self._last is not None
-        taps = Taps(torch.cat([self._seen[i] for i in self.shape.tap_layers], -1), self._last)
+        features = torch.cat([self._seen[i] for i in self.shape.tap_layers], -1)
+        taps = Taps(features, self._last * self._scale)
         self._seen.clear()
         return (out.logits if logits else None), taps
 
@@ -465,6 +487,11 @@ class ModuleTarget(Target):
 
     @property
     def head_weight(self) -> Tensor:  # type: ignore[override]
+        if not self._head_gives_logits:
+            raise ValueError(
+                f"{self.module.config.model_type}: its logits are more than lm_head of the last "
+                "hidden state (soft-capped?), so no draft model can learn from it"
+            )
         return self.module.get_output_embeddings().weight
 
 
@@ -475,7 +502,8 @@ def full_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Raises ValueError for models whose cache cannot roll back, saying which part of it."""
+    """Raises ValueError for models whose cache cannot roll back, or whose rows look at each other,
+    saying which part of it."""
     layer_types = getattr(config, "layer_types", None) or []
     kinds = set(layer_types)
     if odd := sorted(kinds - {"full_attention"}):
@@ -489,10 +517,18 @@ def refuse_unsupported(config: Any) -> None:
             f"{config.model_type}: a sliding window of {window} in every layer cannot roll back "
             "after a rejected draft; use a model with full attention"
         )
-    if getattr(config, "rope_parameters", None) is None:
+    rope = getattr(config, "rope_parameters", None)
+    if rope is None:
         raise ValueError(
             f"{config.model_type}: no rotary positions in its config; minitlt needs a rope decoder"
         )
+    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
+    for kind in (part.get("rope_type", "default") for part in (rope, *by_layer_type)):
+        if kind not in STATIC_ROPE:
+            raise ValueError(
+                f"{config.model_type}: rope type {kind!r} turns with the longest row of a batch, "
+                f"so a row's tokens would depend on its company; possible: {', '.join(STATIC_ROPE)}"
+            )
 
 
 def make_target(
@@ -513,6 +549,6 @@ def make_target(
     fused = LlamaTarget.supports(config)
     if backend == "fused" and not fused:
         raise ValueError(f"{config.model_type} has no fused path; use backend 'module'")
-    if backend != "module" and fused:
-        return LlamaTarget(model, dtype=dtype, device=device, weights=weights)
-    return ModuleTarget(model, dtype=dtype, device=device, weights=weights)
+    chosen = LlamaTarget if backend != "module" and fused else ModuleTarget
+    logger.info("target: %s runs %s, in %s", config.model_type, chosen.backend, dtype)
+    return chosen(model, dtype=dtype, device=device, weights=weights)

@@ -201,6 +201,15 @@ def test_generation_settings_that_the_engine_lacks_are_named(settings, message):
         sampling_params({"max_new_tokens": 4, "do_sample": True, **settings})
 
 
+@pytest.mark.parametrize("wish", [False, None])
+def test_greedy_by_do_sample_is_temperature_zero(wish):
+    """As TRL decodes it: transformers looks at do_sample before any temperature."""
+    settings = {"max_new_tokens": 4, "temperature": 0.7, "do_sample": True}
+    assert sampling_params(settings).temperature == 0.7
+    assert sampling_params({**settings, "do_sample": wish}).temperature == 0
+    assert sampling_params({"max_new_tokens": 4}).temperature == 1
+
+
 def test_a_short_rank_harvests_its_idle_window(model_dir, tmp_path):
     """Two processes; rank 0's rows are many times longer. Rank 1 trains the drafter while rank 0
     decodes, all of it inside its window, and both end with the same drafter. Before that, the two

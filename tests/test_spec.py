@@ -2,19 +2,29 @@
 
 import functools
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import random_prompts, tiny_model
+from models import OTHERS, random_prompts, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafters import SCRIPTS, ScriptedDrafter, oracle
 from minitlt.draft import Draft
 from minitlt.kernels import row_key
 from minitlt.models import DEFAULT_MODEL, resolve_model
-from minitlt.spec import Arm, Bandit, RolloutEngine, SamplingParams, SpecStats
+from minitlt.spec import (
+    Arm,
+    Bandit,
+    RolloutEngine,
+    SamplingParams,
+    SpecStats,
+    _cgroup_room,
+    free_bytes,
+)
 from minitlt.target import make_target
 
 LENGTHS = [1, 9, 4, 17, 2, 9]
@@ -51,8 +61,11 @@ def assert_same(got, want):
         torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("backend", ["fused", "module"])
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [(kind, backend) for kind in ("llama", "llama_yarn", "llama_linear", "qwen2", "qwen3")
+     for backend in ("fused", "module")] + [(kind, "module") for kind in OTHERS],
+)  # fmt: skip
 def test_greedy_equals_transformers_generate(kind, backend):
     model = tiny_model(kind)
     prompts = random_prompts(LENGTHS)
@@ -118,6 +131,17 @@ def test_trees_change_nothing(temperature, shape, script):
     assert_same(got, plain)
     if script == "oracle":
         assert got.stats.accept_length > 1.5
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_speculation_changes_nothing_for_models_of_other_kinds(kind):
+    prompts, which = random_prompts(LENGTHS), target(kind, torch.float64)
+    plain = run(PARAMS, prompts, which=which)
+    for arm in ("scripted-3", "scripted-3x2"):
+        drafter = ScriptedDrafter(known(prompts, plain), SCRIPTS["oracle_then_wrong"])
+        got = run(PARAMS, prompts, arm, [drafter], which=which, max_rows=4)
+        assert_same(got, plain)
+        assert got.stats.accept_length > 1.3
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 4])
@@ -418,12 +442,48 @@ def test_bad_sampling_options_are_named(bad):
         SamplingParams(**bad)
 
 
-def test_the_cache_of_the_last_rollout_is_not_counted_as_taken():
-    """Otherwise every rollout would get fewer slots than the one before."""
-    engine = RolloutEngine(target())
-    prompts = random_prompts([4] * 3)
-    engine.generate(prompts, SamplingParams(max_new_tokens=4), keys(3))
-    assert engine._fair_budget() >= 0.6 * target().cache.num_bytes > 0
+def test_the_default_budget_is_60_percent_of_what_is_free_and_ours_already(monkeypatch):
+    """Without what the last rollout left, every rollout would get fewer slots than the one before.
+    Three of six rows fit: their cache is taken from the free memory, and the next time too."""
+    which = make_target(tiny_model())
+    per_row = 128 * which.cache_bytes_per_token
+    engine, widths = RolloutEngine(which), []
+    engine.on_step = lambda engine: widths.append(engine._num_slots)
+    prompts, params = random_prompts([100] * 6), SamplingParams(max_new_tokens=27)
+    want = run(params, prompts).completion_ids
+    for _ in range(3):
+        free = 3.2 * per_row / 0.6 - which.cache.num_bytes
+        monkeypatch.setattr("minitlt.spec.free_bytes", lambda device, free=free: free)
+        assert engine.generate(prompts, params, keys(6)).completion_ids == want
+        assert set(widths) == {3} and which.cache.num_bytes == 3 * per_row
+
+
+def test_free_memory_is_this_ranks_part_and_inside_the_cgroups_limit(monkeypatch):
+    memory = SimpleNamespace(available=8 * 2**30)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    monkeypatch.setattr("minitlt.spec._cgroup_room", lambda: math.inf)
+    cpu = torch.device("cpu")
+    assert free_bytes(cpu) == 8 * 2**30
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert free_bytes(cpu) == 4 * 2**30
+    monkeypatch.setattr("minitlt.spec._cgroup_room", lambda: 2 * 2**30)
+    assert free_bytes(cpu) == 2**30
+
+
+def test_the_cgroups_room_is_the_least_of_its_parents_and_counts_no_cached_files(tmp_path):
+    process = tmp_path / "process"
+    assert _cgroup_room(tmp_path, process) == math.inf
+    process.write_text("4:memory:/old\n0::/job/step\n")
+    assert _cgroup_room(tmp_path, process) == math.inf
+    for folder, limit in (("job/step", "max"), ("job", "1000")):
+        place = tmp_path / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "memory.max").write_text(f"{limit}\n")
+        (place / "memory.current").write_text("700\n")
+        (place / "memory.stat").write_text("anon 200\ninactive_file 150\nactive_file 9\n")
+    assert _cgroup_room(tmp_path, process) == 1000 - 700 + 150
+    (tmp_path / "job/step/memory.max").write_text("800\n")
+    assert _cgroup_room(tmp_path, process) == 800 - 700 + 150
 
 
 def test_a_tree_larger_than_depth_times_width_has_its_room():

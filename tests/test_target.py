@@ -1,11 +1,14 @@
 """The target's logits, taps and cache against the transformers module they stand for."""
 
+import logging
+
 import pytest
 import torch
-from models import KINDS, random_prompts, tiny_model
+from models import KINDS, OTHERS, SIZES, random_prompts, tiny_model
+from transformers import NanoChatConfig, NanoChatForCausalLM
 
 from minitlt.draft import default_taps
-from minitlt.linear import can_pack, decoding_dtype
+from minitlt.linear import Linear, can_pack, decoding_dtype, fewest_rows
 from minitlt.slots import SlotCache, TargetShape
 from minitlt.target import (
     LlamaTarget,
@@ -13,6 +16,10 @@ from minitlt.target import (
     full_state,
     make_target,
     refuse_unsupported,
+)
+
+EVERY_PATH = pytest.mark.parametrize(
+    ("kind", "backend"), [("llama", "fused"), ("llama", "module"), *((k, "module") for k in OTHERS)]
 )
 
 
@@ -26,8 +33,9 @@ def feed(target, prompts, first_slot=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("backend", ["fused", "module"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "backend"), [*((k, "fused") for k in KINDS), *((k, "module") for k in KINDS | OTHERS)]
+)
 def test_logits_and_taps_equal_the_module(kind, backend, dtype):
     model = tiny_model(kind, dtype=dtype)
     target = make_target(model, dtype=dtype, backend=backend)
@@ -45,10 +53,10 @@ def test_logits_and_taps_equal_the_module(kind, backend, dtype):
         )
 
 
-@pytest.mark.parametrize("backend", ["fused", "module"])
-def test_ragged_steps_equal_a_fresh_prefill(backend):
+@EVERY_PATH
+def test_ragged_steps_equal_a_fresh_prefill(kind, backend):
     """Rows of different lengths, fed in uneven pieces, see exactly their own context."""
-    model = tiny_model(dtype=torch.float64)
+    model = tiny_model(kind, dtype=torch.float64)
     target = make_target(model, dtype=torch.float64, backend=backend)
     target.reserve(4, 64)
     rows = random_prompts([9, 14, 6, 11])
@@ -61,9 +69,9 @@ def test_ragged_steps_equal_a_fresh_prefill(backend):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("backend", ["fused", "module"])
-def test_a_tree_node_sees_its_ancestors_and_nothing_else(backend):
-    model = tiny_model(dtype=torch.float64)
+@EVERY_PATH
+def test_a_tree_node_sees_its_ancestors_and_nothing_else(kind, backend):
+    model = tiny_model(kind, dtype=torch.float64)
     target = make_target(model, dtype=torch.float64, backend=backend)
     target.reserve(2, 64)
     prompts = random_prompts([7, 4])
@@ -89,10 +97,9 @@ def test_a_tree_node_sees_its_ancestors_and_nothing_else(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rows_bits_do_not_depend_on_its_company(dtype):
-    """The reason why speculation changes nothing: same bits alone, in a batch, and in a chain.
-
-    The sizes are SmolLM2's (two layers of it), where unpacked products do differ.
-    """
+    """The reason why speculation changes nothing: same bits alone, in a batch, and in a chain, and
+    however much of the cache is read. The sizes are SmolLM2's (two layers of it), where unpacked
+    products do differ. Row 0 ends just before a border up to which the cache is read."""
     model = tiny_model(
         vocab_size=1024,
         hidden_size=576,
@@ -100,19 +107,55 @@ def test_a_rows_bits_do_not_depend_on_its_company(dtype):
         num_attention_heads=9,
         num_key_value_heads=3,
         num_hidden_layers=2,
+        max_position_embeddings=1024,
     )
     target = make_target(model, dtype=dtype, backend="fused")
-    if not target.head.packed:
-        pytest.skip("this processor cannot pack weights of this dtype")
-    target.reserve(33, 300)
-    prompts = random_prompts([130 + n for n in range(33)], vocab=1024)
+    if dtype == torch.bfloat16 and not all(map(keeps_bits, products_of(target))):
+        pytest.skip("this processor's bf16 products do not, and nothing is promised of them")
+    target.reserve(33, 720)
+    # Row 1 is read with row 0 alone up to 256, row 2 up to 512, row 3 up to 768.
+    prompts = random_prompts([126, 130, 400, 700, *range(133, 162)], vocab=1024)
     feed(target, prompts)
     lengths = torch.tensor([len(p) for p in prompts])
     chain = torch.randint(3, 1024, (33, 9), generator=torch.Generator().manual_seed(1))
     alone, _ = target.forward(chain[:1, :1], lengths[:1])
-    for num_rows, num_nodes in [(1, 2), (1, 3), (1, 9), (2, 1), (5, 4), (17, 1), (33, 1), (33, 9)]:
+    for num_rows, num_nodes in [(1, 2), (1, 3), (1, 9), (2, 1), (3, 1), (3, 4), (4, 1), (5, 4),
+                                (17, 1), (33, 1), (33, 9)]:  # fmt: skip
         logits, _ = target.forward(chain[:num_rows, :num_nodes], lengths[:num_rows])
         assert torch.equal(logits[0, 0], alone[0, 0]), (num_rows, num_nodes)
+
+
+def products_of(target):
+    return [target.head, *target.linears[0].values()]
+
+
+def keeps_bits(linear):
+    x = torch.randn(300, linear.num_inputs, generator=torch.Generator().manual_seed(2))
+    whole = linear(x)
+    alone = torch.cat([linear(row[None]) for row in x])
+    return torch.equal(alone, whole) and all(
+        torch.equal(linear(x[:n]), whole[:n]) for n in (2, 3, 4, 9, 17, 33, 100)
+    )
+
+
+class Moody(Linear):
+    """Products of fewer than `few` rows end in another bit."""
+
+    def __init__(self, few, dtype=torch.float32):
+        super().__init__(dtype, torch.device("cpu"))
+        self.few = few
+        self.load(torch.eye(8))
+
+    def __call__(self, x_NH, *, add=None):
+        return x_NH + 1e-6 * (len(x_NH) < self.few)
+
+
+@pytest.mark.parametrize("few", [0, 2, 4, 5, 17])
+def test_a_processor_whose_products_need_more_than_four_rows_is_named(few, caplog):
+    assert fewest_rows(Moody(few)) == (4 if few else 1)
+    assert [r.levelname for r in caplog.records] == ["WARNING"] * (few > 4)
+    caplog.clear()
+    assert fewest_rows(Moody(few, torch.bfloat16)) == (4 if few else 1) and not caplog.records
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama_tied", "qwen2"])
@@ -163,6 +206,36 @@ def test_models_that_cannot_roll_back_are_refused():
         refuse_unsupported(sliding)
 
 
+LONG_ROPE = {
+    "dynamic": {},
+    "longrope": {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6,
+                 "original_max_position_embeddings": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LONG_ROPE)
+def test_rope_that_turns_with_the_longest_row_is_refused(kind):
+    """Why: transformers chooses frequencies by the batch's largest position; a row beside a long
+    one is not what it is alone."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **LONG_ROPE[kind]}
+    model = tiny_model(rope_parameters=rope, max_position_embeddings=64)
+    row, long = (torch.tensor(random_prompts([n])) for n in (9, 90))
+    with torch.no_grad():
+        alone = model(row, position_ids=torch.arange(9)[None]).logits[0]
+        both = torch.cat([row, long[:, :9]])
+        far = torch.stack([torch.arange(9), torch.arange(80, 89)])
+        beside = model(both, position_ids=far).logits[0]
+    assert not torch.allclose(alone, beside, atol=1e-3)
+    for backend in ("auto", "module"):
+        with pytest.raises(ValueError, match=f"rope type '{kind}'"):
+            make_target(model, backend=backend)
+    config = tiny_model().config
+    config.rope_parameters = {"full_attention": rope}
+    with pytest.raises(ValueError, match=f"rope type '{kind}'"):
+        refuse_unsupported(config)
+    refuse_unsupported(tiny_model("llama3_rope").config)
+
+
 def test_taps_are_eagle3s_and_clamped_for_shallow_models():
     assert default_taps(30) == (2, 15, 27)
     assert default_taps(2) == (1, 1, 1)
@@ -177,9 +250,27 @@ def test_slot_cache_states_its_size():
     assert cache.length == 128 and cache.layers[0].shape == (2, 4, 128, 12)
 
 
-def test_backends_are_chosen_by_what_is_exact():
-    assert isinstance(make_target(tiny_model("qwen3")), LlamaTarget)
-    assert isinstance(make_target(tiny_model(hidden_act="gelu")), ModuleTarget)
+def test_backends_are_chosen_by_what_is_exact(caplog):
+    with caplog.at_level(logging.INFO, logger="minitlt.target"):
+        assert isinstance(make_target(tiny_model("qwen3")), LlamaTarget)
+        assert isinstance(make_target(tiny_model(hidden_act="gelu")), ModuleTarget)
+    assert [record.getMessage() for record in caplog.records] == [
+        "target: qwen3 runs fused, in torch.float32",
+        "target: llama runs module, in torch.float32",
+    ]
+
+
+def test_soft_capped_logits_teach_no_drafter():
+    """A drafter's teacher is lm_head(hidden). (A scale is in it for Granite and Cohere: above.)"""
+    config = NanoChatConfig(**SIZES, final_logit_softcapping=15.0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = NanoChatForCausalLM(config).eval()
+    target = make_target(model)
+    target.reserve(1, 8)
+    assert target.forward(torch.tensor([[4, 5]]), torch.tensor([0]))[0].isfinite().all()
+    with pytest.raises(ValueError, match="soft-capped"):
+        target.head_weight  # noqa: B018
 
 
 def test_the_trainers_own_model_is_left_as_it_was():
