@@ -103,14 +103,25 @@ def train(
         if run_dir not in (None, resume):
             _fail(f"--resume goes on in {resume}; leave --run-dir out")
         run_dir, config = resume, resume / "config.yaml"
+        if smoke:
+            _fail("--resume goes on with the run's own sizes; leave --smoke out")
         if not config.is_file():
             _fail(f"{resume} is not a run folder: it holds no config.yaml")
     name, settings = _settings(context, config, smoke)
+    if config and resume:
+        from minitlt.config import load_config, refuse_changes
+
+        refuse_changes(load_config(config), settings)
     os.environ.update(settings.env)
-    if "WORLD_SIZE" in os.environ or "MINITLT_LAUNCHER" in os.environ:
-        _train_rank(settings, run_dir or Path("runs") / name, resume is not None)
+    in_place = "WORLD_SIZE" in os.environ or "MINITLT_LAUNCHER" in os.environ
+    if not run_dir:  # one name on all ranks
+        run_dir = Path("runs") / (name if in_place else f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if dry_run:
+        _dry_run(settings, run_dir, resume is not None)
+    elif in_place:
+        _train_rank(settings, run_dir, resume is not None)
     else:
-        _train_parent(settings, name, run_dir, resume is not None, dry_run)
+        _train_parent(settings, run_dir, resume is not None)
 
 
 def _settings(context: typer.Context, config: Path | None, smoke: bool = False) -> tuple[str, Any]:
@@ -128,45 +139,67 @@ def _settings(context: typer.Context, config: Path | None, smoke: bool = False) 
     return source.stem, settings
 
 
+def _dry_run(settings: Any, run_dir: Path, resume: bool) -> None:
+    """Says what would run. Under another launcher too, where rank 0 says it for all."""
+    from minitlt.config import BLOCKS, describe
+    from minitlt.run import prepare
+
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # with them TRL's configuration meets other ranks
+    rank, world, _ = (os.environ.pop(name, "") for name in names)
+    if int(rank or 0):
+        return
+    settings.nproc = int(world or settings.nproc)
+    _check_unused(run_dir, resume)
+    if settings.accelerate_config:
+        _accelerate(settings, dry_run=True)
+    prepared = prepare(settings, run_dir, lazy=True)
+    print(settings.as_yaml(), end="")
+    lines = [line for name in BLOCKS[1:] for line in describe(name, getattr(prepared, name))]
+    print("\n".join(f"# {line}" for line in lines + prepared.algebra))
+
+
 def _train_rank(settings: Any, run_dir: Path, resume: bool) -> None:
     """One rank of a run, under our launcher, torchrun or accelerate."""
     from minitlt.launch import finish, open_run_folder
-    from minitlt.run import last_checkpoint, prepare, train
+    from minitlt.run import prepare, train
+    from minitlt.stop import way_on
 
     alone = "MINITLT_LAUNCHER" not in os.environ  # no parent of ours looks after the folder
     world, first = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
     if not alone and world != settings.nproc:
         _fail(f"accelerate_config {settings.accelerate_config} starts {world} ranks, not the "
               f"{settings.nproc} of nproc")  # fmt: skip
+    if claim := os.environ.pop("MINITLT_CLAIM", ""):  # programs that we start outlive the run
+        os.set_inheritable(int(claim), False)
     if alone and first:
         _check_unused(run_dir, resume)
     prepared = prepare(settings, run_dir, world)
     if alone and first:
+        if resume:
+            print(way_on(run_dir))
         open_run_folder(run_dir, settings.as_yaml())
-    train(prepared, run_dir, last_checkpoint(run_dir) if resume else None)
+    try:
+        train(prepared, run_dir, resume)
+    except KeyboardInterrupt:
+        if alone and first:
+            print(f"\nstopped; {way_on(run_dir)}", file=sys.stderr)
+        raise
     if alone and first:
         finish(run_dir)
 
 
-def _train_parent(
-    settings: Any, name: str, run_dir: Path | None, resume: bool, dry_run: bool
-) -> None:
-    from minitlt.config import BLOCKS, describe
+def _train_parent(settings: Any, run_dir: Path, resume: bool) -> None:
     from minitlt.launch import finish, launch, open_run_folder
-    from minitlt.run import last_checkpoint, prepare
+    from minitlt.run import prepare
+    from minitlt.stop import last_checkpoint, way_on
 
-    run_dir = run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     _check_unused(run_dir, resume)
-    launcher = _accelerate(settings, dry_run) if settings.accelerate_config else []
-    prepared = prepare(settings, run_dir, lazy=dry_run)
-    if dry_run:
-        print(settings.as_yaml(), end="")
-        lines = [line for name in BLOCKS[1:] for line in describe(name, getattr(prepared, name))]
-        print("\n".join(f"# {line}" for line in lines + prepared.algebra))
-        return
-    if resume:
-        print(f"resuming from {last_checkpoint(run_dir)}")
+    launcher = _accelerate(settings) if settings.accelerate_config else []
+    prepared = prepare(settings, run_dir)
     _check_devices(settings.nproc, bool(prepared.args.use_cpu), bool(launcher))
+    if resume:
+        last_checkpoint(run_dir)  # says why there is no going on
+        print(way_on(run_dir))
     claim = open_run_folder(run_dir, settings.as_yaml())
     command = [sys.executable, *launcher, "-m", "minitlt.cli", "train", "--run-dir", str(run_dir)]
     command += ["--resume", str(run_dir)] if resume else ["--config", str(run_dir / "config.yaml")]
@@ -176,7 +209,7 @@ def _train_parent(
         launch(command, run_dir, settings.nproc, steps, on_cpu=on_cpu, agent=bool(launcher),
                claim=claim)  # fmt: skip
     except KeyboardInterrupt:
-        print(f"\nstopped; go on with: minitlt train --resume {run_dir}", file=sys.stderr)
+        print(f"\nstopped; {way_on(run_dir, 'minitlt train ')}", file=sys.stderr)
         raise
     finish(run_dir)
 
@@ -186,7 +219,7 @@ def _check_unused(run_dir: Path, resume: bool) -> None:
         _fail(f"{run_dir} already holds a run; choose another --run-dir or use --resume {run_dir}")
 
 
-def _accelerate(settings: Any, dry_run: bool) -> list[str]:
+def _accelerate(settings: Any, dry_run: bool = False) -> list[str]:
     """The words that make accelerate launch the ranks; refuses what this machine cannot do."""
     from importlib.util import find_spec
 

@@ -217,6 +217,25 @@ def shrink(config: RunConfig, given: Iterable[str] = ()) -> None:
         options["size"] = min(size, 8) if isinstance(size, int) else 8
 
 
+_FIXED = ("nproc", "model_name_or_path", "task", "dataset_name", "datasets", "seed", "use_peft",
+          "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+          "generation_batch_size", "num_generations", "num_iterations", "save_only_model",
+          "drafter.start", "drafter.draft_vocab_size", "drafter.train_head",
+          "drafter.tap_dtype")  # fmt: skip
+
+
+def refuse_changes(old: RunConfig, new: RunConfig) -> None:
+    """Raises ConfigError for a value of `new` with which the checkpoints of a run that was begun
+    with `old` cannot be gone on from, or would not go on with the same run."""
+    before, after = ({"nproc": c.nproc, "task": c.task, **c.trl}
+                     | {f"drafter.{name}": value for name, value in c.drafter.items()}
+                     for c in (old, new))  # fmt: skip
+    for name in _FIXED:
+        was, wish = before.get(name, "its default"), after.get(name, "its default")
+        if was != wish:
+            raise ConfigError(f"--resume cannot change {name}: it is {was} in this run, not {wish}")
+
+
 def accelerate_file(name: str) -> Path:
     """The file behind `accelerate_config`: a path, or the name of one that TRL brings."""
     if (path := Path(name).expanduser()).is_file():

@@ -130,4 +130,11 @@ def read_events(path: str | Path) -> list[Event]:
     if torn:
         some = ", ".join(map(str, torn[:5])) + (", ..." if len(torn) > 5 else "")
         logger.warning("%s: %d unreadable lines (%s)", path, len(torn), some)
-    return sorted(events, key=lambda event: event.get("t", 0.0))
+    # A clock that was set back does not change the order in which a rank wrote.
+    latest: dict[Any, float] = {}
+    times = []
+    for event in events:
+        rank = event.get("rank")
+        times.append(max(event.get("t", 0.0), latest.get(rank, 0.0)))
+        latest[rank] = times[-1]
+    return [events[i] for i in sorted(range(len(events)), key=times.__getitem__)]

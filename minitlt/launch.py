@@ -3,9 +3,10 @@
 The ranks are plain processes that find each other through torch's environment variables, so
 `torchrun` and `accelerate launch` can take this module's place. When one fails, the others are
 ended within seconds and its last error line is the parent's error. Ctrl-C (or SIGTERM) is passed
-on once: the ranks finish their step, write a checkpoint and leave. A file `stop` in the run folder
-asks for the same and reaches ranks that another launcher started. Ranks whose parent was killed
-notice it and leave by themselves.
+on once: the ranks finish their step, write a checkpoint and leave, or are ended after
+STOP_SECONDS. A file `stop` in the run folder asks for the same, however long the step takes, and
+reaches ranks that another launcher started. Ranks whose parent was killed notice it and leave by
+themselves.
 
 Left out: several nodes (use accelerate), restarts (use `--resume`).
 How to run: `minitlt train`; `pytest -m slow tests/test_faults.py` does it harm.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import secrets
@@ -25,14 +27,19 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from minitlt.common import write_atomically
 
 GRACE_SECONDS = 8.0  # between asking a rank to end and killing it
+STOP_SECONDS = 45.0  # for a step and a checkpoint, after Ctrl-C or once the first rank has left
+REPEAT_SECONDS = 2.0  # a signal that comes again so soon is the same wish: systemd tells everyone
 STOP_FILE = "stop"
+_BEGIN = "[minitlt begins]"  # a line in a rank's output: what is above it was another start
+_ERROR = re.compile(r"(minitlt|(?!.*(ChildFailed|CalledProcess)Error)[\w.]+(Error|Exception)):")
 
 
 class RunFailed(RuntimeError):
@@ -81,30 +88,44 @@ def launch(
     from minitlt.report import watch
     from minitlt.swap import sweep
 
-    logs = run_dir / "logs"
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
-    stop_file = run_dir / STOP_FILE
-    processes = _start(command, logs, nproc, on_cpu, agent, () if claim is None else (claim,))
+    logs, stop_file = run_dir / "logs", run_dir / STOP_FILE
+    asked: list[float] = []  # when signals came
     stop = threading.Event()
     display = threading.Thread(
         target=watch, args=(run_dir / "events.jsonl", total_steps, stop), daemon=True
     )
     display.start()
-    try:
-        failed = _wait(processes, stop_file if agent else None)
-    finally:
-        stop.set()
-        display.join(timeout=5)
-        _end(processes)
-        sweep()
+    processes: list[subprocess.Popen[bytes]] = []
+    with _signals_noted(asked):
+        try:
+            _start(processes, command, logs, nproc, on_cpu, agent, claim)
+            failed = _wait(processes, asked, stop_file if agent else None)
+        finally:
+            stop.set()
+            display.join(timeout=5)
+            _end(processes)
+            sweep()
     codes = [process.returncode for process in processes]
-    if codes.count(130) == nproc or (130 in codes and failed is None) or stop_file.exists():
-        raise KeyboardInterrupt
     if failed is not None:
         path = logs / f"rank{failed}.log"
-        raise RunFailed(f"rank {failed} {_cause(codes[failed], path)} (its output: {path})")
+        # accelerate makes a 1 of the 130 with which its ranks stopped
+        if not (agent and stop_file.exists() and not _ERROR.match(last_line(path))):
+            raise RunFailed(f"rank {failed} {_cause(codes[failed], path)} (its output: {path})")
+    if any(codes):
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _signals_noted(asked: list[float]) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP interrupt nothing: the time of each goes into `asked`."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heard = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]  # nohup
+    before = [signal.signal(n, lambda *_: asked.append(time.monotonic())) for n in heard]
+    try:
+        yield
+    finally:
+        for number, handler in zip(heard, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _cause(code: int, path: Path) -> str:
@@ -112,38 +133,46 @@ def _cause(code: int, path: Path) -> str:
         return "was killed; if nobody did that, the machine ran out of memory"
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
-    if shutil.disk_usage(path.parent).free < 1 << 20:  # then its own last words are lost as well
-        return "failed: No space left on device"
-    return f"failed: {last_line(path)}"
+    said = last_line(path)
+    if not _ERROR.match(said) and shutil.disk_usage(path.parent).free < 1 << 20:
+        said = "No space left on device"  # not even for its own last words
+    return f"failed: {said}"
 
 
 def _start(
-    command: list[str], logs: Path, nproc: int, on_cpu: bool, agent: bool, fds: tuple[int, ...]
-) -> list[subprocess.Popen[bytes]]:
+    processes: list[subprocess.Popen[bytes]],
+    command: list[str],
+    logs: Path,
+    nproc: int,
+    on_cpu: bool,
+    agent: bool,
+    claim: int | None,
+) -> None:
+    """Starts the ranks, or the agent that does; each is in `processes` as soon as it lives."""
     shared = dict(os.environ, MINITLT_LAUNCHER="0")  # 0: not the ranks' own parent
     if not agent:
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         shared["MINITLT_LAUNCHER"] = str(os.getpid())
         shared["WORLD_SIZE"] = shared["LOCAL_WORLD_SIZE"] = str(nproc)
+        shared["MINITLT_CLAIM"] = "" if claim is None else str(claim)
     if on_cpu:
         shared["ACCELERATE_USE_CPU"] = "true"
     # OpenMP threads spin: more of them than cores is not twice but twenty times slower.
     shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
-    processes = []
     for rank in range(1 if agent else nproc):
         own = {} if agent else {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with open(logs / f"rank{rank}.log", "ab") as output:
+        with open(logs / f"rank{rank}.log", "ab", buffering=0) as output:
+            output.write(f"{_BEGIN}\n".encode())
             process = subprocess.Popen(
                 command,
                 env=shared | own,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                pass_fds=fds,
+                pass_fds=() if claim is None else (claim,),
                 start_new_session=True,  # Ctrl-C reaches the ranks through us, once
             )
         processes.append(process)
-    return processes
 
 
 def free_port() -> int:
@@ -156,34 +185,53 @@ def free_port() -> int:
             return port
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], stop_file: Path | None) -> int | None:
-    """Waits for all ranks; returns the first rank that failed, or None. Passes Ctrl-C on: as a
-    signal, or as a file, because accelerate would turn the signal into a kill after seconds."""
-    interrupted = False
+def _wait(
+    processes: list[subprocess.Popen[bytes]], asked: list[float], stop_file: Path | None
+) -> int | None:
+    """Waits for all ranks; returns the first rank that failed, or None, also when ranks that were
+    asked to stop still run. Passes Ctrl-C on: as a signal, or as a file, because accelerate would
+    turn the signal into a kill after seconds.
+
+    Raises RunFailed when a rank stays on long after another one is done.
+    """
+    passed_on, deadline = False, math.inf
     while True:
-        try:
-            codes = [process.poll() for process in processes]
-            if failed := [(c, rank) for rank, c in enumerate(codes) if c not in (None, 0, 130)]:
-                return min(failed)[1]  # a rank that was killed before those that missed it
-            if None not in codes:
-                return None
-            time.sleep(0.1)
-        except KeyboardInterrupt:
-            if interrupted:
-                raise
-            interrupted = True
-            print("stopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
+        codes = [process.poll() for process in processes]
+        stopped = 130 in codes  # an error that comes later is about the rank that has left
+        if failed := [(c, rank) for rank, c in enumerate(codes) if c not in (None, 0, 130)]:
+            return None if asked and stopped else min(failed)[1]  # killed before missing it
+        if None not in codes:
+            return None
+        if asked and not passed_on:
+            passed_on = True
             if stop_file is not None:
                 stop_file.touch()
-            else:
-                _signal(processes, signal.SIGINT)
+            for process in processes if stop_file is None else ():
+                process.send_signal(signal.SIGINT)  # its children are not asked
+            _say("stopping after this step; press Ctrl-C again to stop at once")
+        if asked or any(code is not None for code in codes):
+            deadline = min(deadline, time.monotonic() + STOP_SECONDS)
+        if asked and asked[-1] - asked[0] > REPEAT_SECONDS:
+            return None
+        if time.monotonic() > deadline:
+            if not asked and not stopped:
+                late = f"rank {codes.index(None)} did not end within {STOP_SECONDS:g} s"
+                raise RunFailed(f"{late} after the others")
+            _say(f"the step was not done within {STOP_SECONDS:g} s")
+            return None
+        time.sleep(0.1)
+
+
+def _say(words: str) -> None:
+    with suppress(OSError):  # the terminal may be gone: that was the signal
+        print(words, file=sys.stderr)
 
 
 def _signal(processes: list[subprocess.Popen[bytes]], number: int) -> None:
+    """To the ranks and to their children, which may live on when a rank is gone."""
     for process in processes:
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+        with suppress(ProcessLookupError, PermissionError):  # none is left
+            os.killpg(process.pid, number)
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -205,23 +253,34 @@ def last_line(path: Path) -> str:
     """
     lines: list[str] = []
     with suppress(OSError):
-        text = path.read_text(errors="replace")
+        text = path.read_text(errors="replace").rpartition(_BEGIN)[2]
         lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in text.splitlines()]
-    errors = [line for line in lines if re.match(r"(minitlt|[\w.]+(Error|Exception)):", line)]
+    errors = [line for line in lines if _ERROR.match(line)]
     noise = re.compile(r"$|\[|Traceback|File |warnings\.warn|\S+: \w*Warning:")
     said = errors or [line for line in lines if not noise.match(line)] or ["no output"]
     return said[-1][:300]
 
 
 def finish(run_dir: Path) -> dict[str, Any]:
-    """summary.json, pictures, report.html and the table on the screen, from the run log alone."""
+    """summary.json, pictures, report.html and the table on the screen, from the run log alone.
+
+    Raises RunFailed when the last start of the run did not come to its end, or nothing can be
+    written.
+    """
     from minitlt.page import render_report
     from minitlt.report import print_summary, read_events, summarize
 
-    if not (run_dir / "policy").is_dir():
+    events = read_events(run_dir / "events.jsonl")
+    if [e["event"] for e in events if e["event"] in ("run", "summary")][-1:] != ["summary"]:
         raise RunFailed(f"the ranks left before the run was done (their output: {run_dir}/logs)")
-    summary = summarize(read_events(run_dir / "events.jsonl"))
-    write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-    render_report([run_dir], run_dir / "report.html")
+    summary = summarize(events)
+    try:
+        write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        render_report([run_dir], run_dir / "report.html")
+    except OSError as error:
+        raise RunFailed(
+            f"the run is done, but its report cannot be written: {error.strerror}; "
+            f"make room, then: minitlt report {run_dir}"
+        ) from error
     print_summary(summary, run_dir)
     return summary

@@ -15,9 +15,6 @@ import json
 import os
 import platform
 import shutil
-import signal
-import threading
-import time
 import typing
 import warnings
 from collections.abc import Callable
@@ -30,7 +27,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from datasets import load_dataset
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, get_dataset, get_peft_config
@@ -66,13 +62,13 @@ from minitlt.rewards import resolve_rewards
 from minitlt.rl import MiniTLTTrainer, refuse_bypasses, sampling_params
 from minitlt.spec import Arm, RolloutEngine, SamplingParams
 from minitlt.spot import SpotConfig
+from minitlt.stop import AlreadyTrained, StopCallback, checkpoints, last_checkpoint
 from minitlt.swap import read_drafter
 from minitlt.tasks import Task, encode_prompt, load_task
 from minitlt.tensorfile import read_tensors, write_tensors
 
 _TRL_CLASSES = (GRPOConfig, ModelConfig, GRPOScriptArguments, DatasetMixtureConfig)
 _STATE = "minitlt"  # our part of a checkpoint folder
-ORPHAN_SECONDS = 40.0  # for the current step and a checkpoint, once the launcher is gone
 _PROOF_GENERATION = 1 << 41  # keys of the final comparison, never used by training
 
 
@@ -245,27 +241,31 @@ def _check_prompts(prepared: Prepared) -> None:
             )
 
 
-def train(prepared: Prepared, run_dir: Path, resume: Path | None = None) -> None:
-    """Trains on this rank. `resume` is a checkpoint folder. Rank 0 also writes the results."""
+def train(prepared: Prepared, run_dir: Path, resume: bool = False) -> None:
+    """Trains on this rank; `resume`: from the newest whole checkpoint, else from the start. Rank 0
+    also writes the results. Raises KeyboardInterrupt when the run was asked to stop."""
     rank = int(os.environ.get("RANK", "0"))
     log = EventLog(run_dir / "events.jsonl", rank)
+    stop = StopCallback(run_dir)
     trainer = _make_trainer(prepared, log)
     if rank == 0:
         _write_run_event(log, prepared, trainer)
-    stop = StopCallback(trainer, run_dir / "stop")
-    leave_with_launcher(trainer.speculation.spot.close)
-    if resume:
-        load_state(trainer, resume / _STATE)
-        if rank == 0:  # newer ones are torn; written over file by file they would seem whole
-            for torn in takewhile(lambda path: path != resume, checkpoints(resume.parent)):
-                shutil.rmtree(torn, ignore_errors=True)
+    stop.listen(trainer.speculation.spot.close)
+    start = last_checkpoint(run_dir) if resume else None
+    if start:
+        load_state(trainer, start / _STATE)
+    if resume and rank == 0:  # newer ones are torn; written over file by file they would seem whole
+        for torn in takewhile(lambda path: path != start, checkpoints(run_dir / "checkpoints")):
+            shutil.rmtree(torn, ignore_errors=True)
     trainer.add_callback(StateCallback(trainer))
     trainer.add_callback(stop)
     try:
-        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-        if stop.asked:
-            raise KeyboardInterrupt
-        _finish(trainer, run_dir, log)
+        try:
+            trainer.train(resume_from_checkpoint=str(start) if start else None)
+        except AlreadyTrained:
+            if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
+                trainer._load_best_model()
+        _finish(trainer, run_dir, log, stop)
     finally:
         trainer.speculation.spot.close()
 
@@ -333,12 +333,15 @@ def _write_run_event(log: EventLog, prepared: Prepared, trainer: MiniTLTTrainer)
     )
 
 
-def _finish(trainer: MiniTLTTrainer, run_dir: Path, log: EventLog) -> None:
+def _finish(trainer: MiniTLTTrainer, run_dir: Path, log: EventLog, stop: StopCallback) -> None:
     """Saves policy and drafter, then rank 0 compares plain and speculative on the same rows."""
+    stop.obey(trainer.args.device)
     trainer.refresh_weights()
     trainer.save_model(str(run_dir / "policy"))
     if trainer.accelerator.is_main_process:
         save_drafter(run_dir / "drafter", trainer.speculation.drafter)
+    stop.obey(trainer.args.device)
+    if trainer.accelerator.is_main_process:
         same = trainer.rollout_config.verify == "coupled"  # plain would give these very tokens
         measured = compare_plain(trainer) if trainer.last_prompts and same else {}
         log.write("summary", **{**summarize(read_events(run_dir / "events.jsonl")), **measured})
@@ -404,6 +407,11 @@ class StateCallback(TrainerCallback):
                 kept.add(str(path))
             elif str(path) not in kept:
                 shutil.rmtree(path)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """A checkpoint that could not be written ends the run now, not at the next one."""
+        if self.writing and self.writing.done():
+            self.writing.result()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """The last checkpoint is whole, or its error ends the run."""
@@ -475,61 +483,3 @@ def load_state(trainer: MiniTLTTrainer, folder: Path) -> None:
             for i, batch in enumerate(plain["batches"])
         ] or None
     parts.proposer.reload()
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints in a folder, newest first, whole or not."""
-    found = [p for p in folder.glob("checkpoint-*") if p.name.split("-")[-1].isdigit()]
-    return sorted(found, key=lambda p: -int(p.name.split("-")[-1]))
-
-
-def last_checkpoint(run_dir: Path) -> Path:
-    """The newest whole checkpoint of a run. Raises ConfigError that says what is missing."""
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir} is not a run folder: it holds no config.yaml")
-    for path in checkpoints(run_dir / "checkpoints"):
-        if is_whole(path):
-            return path
-    raise ConfigError(f"{run_dir} holds no whole checkpoint to resume from; start a new run")
-
-
-def leave_with_launcher(close: Callable[[], None]) -> None:
-    """A rank whose launcher was killed stops as after Ctrl-C; after ORPHAN_SECONDS at any cost."""
-    launcher = int(os.environ.get("MINITLT_LAUNCHER", "0"))
-
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(ORPHAN_SECONDS)
-        close()
-        os._exit(1)
-
-    if launcher:
-        threading.Thread(target=watch, name="minitlt-launcher", daemon=True).start()
-
-
-class StopCallback(TrainerCallback):
-    """The first SIGINT or SIGTERM, or a file `stop` in the run folder, ends the run after the
-    current step, with a checkpoint."""
-
-    def __init__(self, trainer: MiniTLTTrainer, stop_file: Path) -> None:
-        self.trainer, self.stop_file = trainer, stop_file
-        self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: Any) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """All ranks stop at the same step, whichever heard the signal first."""
-        self.asked = self.asked or self.stop_file.exists()
-        if dist.is_initialized():
-            flag = torch.tensor([int(self.asked)], device=self.trainer.accelerator.device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-            self.asked = bool(flag.item())
-        if self.asked:
-            control.should_save = control.should_training_stop = True

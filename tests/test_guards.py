@@ -276,8 +276,7 @@ def test_a_torn_checkpoint_is_passed_over(checkpoint, tmp_path):
     for name in ("model.bin", "minitlt/rank0.safetensors", "minitlt/drafter.safetensors"):
         size = (checkpoint / name).stat().st_size
         os.truncate(checkpoint / name, size - 1)
-        with pytest.raises(ConfigError, match="no whole checkpoint"):
-            run.last_checkpoint(tmp_path)
+        assert run.last_checkpoint(tmp_path) is None
         with open(checkpoint / name, "ab") as file:
             file.write(b"x")
         assert run.last_checkpoint(tmp_path) == checkpoint

@@ -52,9 +52,10 @@ ALLOWED = {
     "weights": {"config"},
     "rl": {"config", "distill", "draft", "drafter", "eagle3", "events", "export", "guards",
            "kernels", "linear", "models", "ngram", "spec", "spot", "target", "weights"},
-    "run": {"config", "distill", "drafter", "eagle3", "export", "events", "kernels", "models",
-            "report", "rewards", "rl", "spec", "spot", "swap", "tasks", "tensorfile"},
     "launch": {"report", "page", "swap"},
+    "stop": {"config", "launch"},
+    "run": {"config", "distill", "drafter", "eagle3", "export", "events", "kernels", "models",
+            "report", "rewards", "rl", "spec", "spot", "stop", "swap", "tasks", "tensorfile"},
     # commands
     "simulate": {"events", "report"},
     "compare": {"events", "report"},
@@ -63,7 +64,7 @@ ALLOWED = {
               "tasks"},
     "warmup": {"distill", "eagle3", "kernels", "rl", "run", "serve", "spec", "spot", "tasks"},
     "cli": {"compare", "config", "doctor", "launch", "models", "page", "report", "run", "serve",
-            "simulate", "spec", "warmup"},
+            "simulate", "spec", "stop", "warmup"},
 }  # fmt: skip
 LIGHT = ["config", "models", "rewards", "tasks", "events", "report", "charts", "pictures", "page",
          "simulate", "compare", "doctor", "cli"]  # fmt: skip

@@ -126,6 +126,15 @@ def test_missing_log_is_a_user_error(tmp_path):
         read_events(tmp_path / "events.jsonl")
 
 
+def test_a_clock_that_is_set_back_keeps_the_order_of_a_ranks_events(tmp_path):
+    """A step that was done again after a resume counts; across ranks time decides."""
+    path, times = tmp_path / "events.jsonl", iter([50.0, 30.0, 31.0])
+    logs = [EventLog(path, 0, lambda: next(times)), EventLog(path, 1, lambda: 40.0)]
+    for log, step in zip((logs[0], logs[0], logs[1], logs[0]), (1, 2, 9, 3), strict=True):
+        log.write("update", step=step)
+    assert [event["step"] for event in read_events(path)] == [9, 1, 2, 3]
+
+
 WRITER = """
 import sys
 from minitlt.events import EventLog

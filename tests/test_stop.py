@@ -1,0 +1,262 @@
+"""Runs that end early and go on: what a signal, a fault or a policy that diverged leaves behind.
+
+One rank, in place as under another launcher, in this process. What needs processes of its own is in
+test_launch.py (no training) and test_faults.py (two ranks, slow).
+"""
+
+import os
+import signal
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny import save_tiny_model
+from torch import nn
+from typer.testing import CliRunner
+
+from minitlt import launch, run
+from minitlt.cli import app
+from minitlt.config import ConfigError
+from minitlt.events import read_events
+from minitlt.launch import RunFailed
+from minitlt.stop import StopCallback, checkpoints, last_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
+STEPS = 3
+MADE = []  # trainers, the newest last
+
+
+def poison_reward(completions, **_):
+    """In step 2 of the first run the policy's weights become NaN."""
+    trainer = MADE[-1]
+    if trainer.state.global_step == 1 and len(MADE) == 1:
+        with torch.no_grad():
+            trainer.model.lm_head.weight.fill_(torch.nan)
+    return [float(len(str(c)) % 7) for c in completions]
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(folder / "model")
+    (folder / "data.jsonl").write_text('{"prompt": "2 + 2", "answer": "4"}\n' * 8)
+    rewards = {"rewards": ["test_stop.poison_reward"]}
+    return {
+        "model_name_or_path": str(folder / "model"),
+        "task": {"name": str(folder / "data.jsonl")},
+        "max_steps": STEPS,  # of the 8 of an epoch
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "save_steps": 1,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+    }, {"name": str(folder / "data.jsonl"), "options": rewards}
+
+
+@pytest.fixture
+def train(values, tmp_path, monkeypatch):
+    """train(folder, *words, **changes): begins the run or, with --resume, goes on with it."""
+    make, claim = run._make_trainer, launch.open_run_folder
+
+    def made(*args):
+        MADE.append(make(*args))
+        return MADE[-1]
+
+    MADE.clear()
+    monkeypatch.setattr(run, "_make_trainer", made)
+    monkeypatch.setattr(launch, "open_run_folder", lambda *args: os.close(claim(*args)))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(values[0]))
+
+    def go(folder, *words, **changes):
+        if changes:
+            config.write_text(yaml.safe_dump(values[0] | changes))
+        begin = ["--config", config, "--run-dir", folder]
+        words = words if "--resume" in words else [*begin, *words]
+        return CliRunner().invoke(app, ["train", *map(str, words)])
+
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    yield go
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def policy(folder):
+    return load_file(folder / "policy" / "model.safetensors")
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(t, right[n]) for n, t in left.items())
+
+
+def steps_of(folder):
+    return [e["step"] for e in read_events(folder / "events.jsonl") if e["event"] == "update"]
+
+
+def test_a_run_stopped_in_its_end_or_already_done_is_not_trained_further(
+    train, tmp_path, monkeypatch
+):
+    """transformers alone would train a fourth step. SIGTERM comes while the results are written:
+    nobody waits for the comparison."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert train(whole).exit_code == 0
+    write = run.save_drafter
+
+    def interrupted(*args):
+        write(*args)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "save_drafter", interrupted)
+        patch.setattr(run, "compare_plain", lambda trainer: pytest.fail("compared"))
+        done = train(cut)
+    assert done.exit_code == 130
+    assert f"stopped; --resume {cut} goes on from checkpoint-3" in done.stderr
+    (cut / "policy" / "model.safetensors").unlink()
+    for _ in range(2):  # the second time the run is done already
+        done = train(cut, "--resume", cut)
+        assert done.exit_code == 0, done.exception
+        assert steps_of(cut) == [1, 2, 3]
+        assert same(policy(cut), policy(whole))
+        assert read_events(cut / "events.jsonl")[-1]["event"] == "summary"
+    assert train(cut, "--resume", cut, "--max_steps", "4").exit_code == 0
+    assert steps_of(cut) == [1, 2, 3, 4]
+
+
+def test_a_policy_that_diverged_is_not_saved_and_the_run_goes_on_from_before(
+    train, values, tmp_path
+):
+    folder = tmp_path / "run"
+    done = train(folder, task=values[1])
+    assert done.exit_code == 1 and done.stderr.count("minitlt:") == 1, done.exception
+    assert "Traceback" not in done.stderr
+    assert "after step 2 the policy's weights are not finite" in done.stderr
+    assert f"--resume {folder} goes on from checkpoint-1" in done.stderr
+    assert [p.name for p in checkpoints(folder / "checkpoints")] == ["checkpoint-1"]
+    assert train(folder, "--resume", folder).exit_code == 0
+    assert steps_of(folder) == [1, 2, 3]
+    assert all(tensor.isfinite().all() for tensor in policy(folder).values())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_one_bad_weight_is_found_if_it_is_trained(value, tmp_path):
+    stop, control = StopCallback(tmp_path), SimpleNamespace()
+    args, state = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(global_step=5)
+    model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(0, 1), nn.Linear(2, 2)])
+    stop.on_step_end(args, state, control, model=model)
+    with torch.no_grad():
+        model[2].weight[1, 0] = value
+    with pytest.raises(RunFailed, match="after step 5"):
+        stop.on_step_end(args, state, control, model=model)
+    model[2].requires_grad_(False)
+    stop.on_step_end(args, state, control, model=model)
+    assert not vars(control)
+
+
+def test_a_run_without_a_checkpoint_goes_on_from_the_start(train, tmp_path, monkeypatch):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert train(whole).exit_code == 0
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "save_state", interrupted)
+        done = train(cut)
+    assert done.exit_code == 130
+    assert f"--resume {cut} goes on from the start, as no checkpoint was whole" in done.stderr
+    assert last_checkpoint(cut) is None and checkpoints(cut / "checkpoints")
+    assert f"use --resume {cut}" in train(cut).stderr
+    (cut / "checkpoints" / "checkpoint-7").mkdir()  # torn as well, of a step that never comes
+    done = train(cut, "--resume", cut)
+    assert done.exit_code == 0 and "from the start" in done.stdout, done.exception
+    assert same(policy(cut), policy(whole))
+    names = {p.name for p in checkpoints(cut / "checkpoints")}
+    assert names == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seed", "9"], "--resume cannot change seed: it is its default in this run, not 9"),
+        (["--nproc", "2"], "--resume cannot change nproc: it is 1 in this run, not 2"),
+        (["--num_generations", "2"], "cannot change num_generations: it is 4 in this run, not 2"),
+        (["--task", "chain_sum"], "cannot change task"),
+        (["--model_name_or_path", "smollm2-135m"], "cannot change model_name_or_path"),
+        (["--drafter.draft_vocab_size", "32"], "cannot change drafter.draft_vocab_size"),
+        (["--smoke"], "leave --smoke out"),
+    ],
+)
+def test_what_a_run_stands_on_cannot_be_changed_by_resume(train, values, tmp_path, words, message):
+    config = tmp_path / "config.yaml"
+    before = config.read_bytes()
+    done = train(tmp_path, "--resume", tmp_path, *words)
+    assert done.exit_code == 2 and message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert config.read_bytes() == before and list(tmp_path.iterdir()) == [config]
+
+
+def test_checkpoints_without_an_optimizer_cannot_be_gone_on_from(train, tmp_path):
+    folder = tmp_path / "run"
+    assert train(folder, save_only_model=True, max_steps=1).exit_code == 0
+    for words in ([], ["--save_only_model", "false"]):
+        done = train(folder, "--resume", folder, *words)
+        assert done.exit_code == 2 and "save_only_model" in done.stderr
+    with pytest.raises(ConfigError, match="save_only_model left no optimizer"):
+        last_checkpoint(folder)
+
+
+def test_a_dry_run_runs_nothing_under_any_launcher(train, tmp_path, monkeypatch):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    done = train(tmp_path / "run", "--dry-run")
+    assert done.exit_code == 0, done.exception
+    assert yaml.safe_load(done.stdout)["nproc"] == 2
+    assert "2 ranks x per_device_train_batch_size 4" in done.stdout
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    done = train(tmp_path / "run", "--dry-run")
+    assert (done.exit_code, done.output) == (0, "")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_that_comes_twice_at_once_is_one_wish(tmp_path, monkeypatch):
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    stop = StopCallback(tmp_path)
+    stop.listen(lambda: None)
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt):
+            stop.obey(torch.device("cpu"))
+        stop.asked -= 3.0
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step():
+    callback = run.StateCallback(SimpleNamespace(args=SimpleNamespace(save_total_limit=2)))
+    callback.on_step_end()
+    callback.writing = Future()
+    callback.on_step_end()  # not done yet: training goes on
+    callback.writing.set_exception(OSError(28, "No space left on device"))
+    with pytest.raises(OSError, match="No space left"):
+        callback.on_step_end()
+
+
+def test_the_claim_on_the_folder_is_not_left_to_programs_that_a_rank_starts(train, monkeypatch):
+    reader, writer = os.pipe()
+    os.set_inheritable(reader, True)
+    monkeypatch.setenv("MINITLT_CLAIM", str(reader))
+    monkeypatch.setenv("MINITLT_LAUNCHER", str(os.getppid()))
+    assert train("/dev/null/run").exit_code == 2
+    assert not os.get_inheritable(reader)
+    os.close(reader), os.close(writer)
