@@ -134,6 +134,7 @@ def summarize(events: list[Event]) -> dict[str, Any]:
         "idle_available_s": sum(row["idle_available_s"] or 0.0 for row in rows),
         "idle_harvested_s": sum(row["idle_harvested_s"] or 0.0 for row in rows),
         "drafter_steps": sum(row["drafter_steps"] or 0 for row in rows),
+        "guards": guard_counts(events),
         "steps": max(by_step(events, "update"), default=0),
         "wall_s": run_seconds(events)[-1] if events else 0.0,
     }
@@ -143,6 +144,19 @@ def summarize(events: list[Event]) -> dict[str, Any]:
             summary |= {key: event[key] for key in measured if key in event}
     rounded = {key: float(f"{x:.6g}") for key, x in summary.items() if isinstance(x, float)}
     return summary | rounded
+
+
+def guard_counts(events: list[Event]) -> dict[str, int]:
+    """How often each guard spoke, summed over ranks; a resumed run counts from 1 again."""
+    counts: dict[str, int] = {}
+    last: dict[tuple[str, int], int] = {}
+    for event in events:
+        if event["event"] == "guard":
+            name, rank, count = event["name"], event["rank"], event["count"]
+            before = last.get((name, rank), 0)
+            counts[name] = counts.get(name, 0) + count - (before if count > before else 0)
+            last[name, rank] = count
+    return counts
 
 
 def number(value: float | None, digits: int = 3) -> str:

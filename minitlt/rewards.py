@@ -2,9 +2,9 @@
 
 `resolve_rewards` turns reward names (ours, TRL's, dotted paths) into functions. Two rules hold for
 every one of them. A function that raises or hangs does not end the run: the completion gets 0.0 and
-is counted (`GuardedReward`). And text that a model wrote is never evaluated: some reasoning-gym
-scorers call `eval` or sympy on the answer, so theirs see only answers that are plain literals or
-plain arithmetic (`is_harmless`).
+is counted (`GuardedReward`), unless it hangs in native code that nothing can interrupt. And text
+that a model wrote is never evaluated: some reasoning-gym scorers call `eval` or sympy on the
+answer, so theirs see only answers that are plain literals or plain arithmetic (`is_harmless`).
 
 Left out: reward models (TRL's own way of loading them works) and processes to run rewards in.
 How to run: `pytest tests/test_tasks.py`.
@@ -13,6 +13,7 @@ How to run: `pytest tests/test_tasks.py`.
 import ast
 import asyncio
 import contextlib
+import faulthandler
 import inspect
 import logging
 import math
@@ -21,14 +22,17 @@ import re
 import signal
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
 from minitlt.common import suggest
 
 Reward = Callable[..., Sequence[float | None]]
+NATIVE_SECONDS = 40.0  # that a reward which cannot be interrupted gets beyond its time limit
+_AGAIN = 0.5  # seconds between two attempts to interrupt a reward
 _log = logging.getLogger(__name__)
 
 
@@ -155,9 +159,11 @@ class GuardedReward:
         return [self._finite(score) for score in scores]
 
     def _call(self, columns: dict[str, Any], seconds: float) -> list[Any]:
-        with time_limit(seconds):
+        def score() -> list[Any]:
             scores = self.function(**columns)
             return list(asyncio.run(scores) if inspect.iscoroutine(scores) else scores)
+
+        return _within(seconds, self.__name__, score)
 
     def _score_row(self, columns: dict[str, Any], row: int, count: int) -> float | None:
         one = {
@@ -188,23 +194,56 @@ class GuardedReward:
         self.last_error = said
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body after `seconds`; no limit outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+class _Overdue(BaseException):
+    """Not an Exception, so that a reward that catches those does not swallow it."""
+
+
+def _within(seconds: float, name: str, body: Callable[[], list[Any]]) -> list[Any]:
+    """body(), or TimeoutError after `seconds`; no limit outside the main thread.
+
+    The kernel's timer reaches code that never lets another thread run, such as a regular
+    expression. But any `signal.alarm` in the body cancels it, and math-verify sets one, so a thread
+    rings as well, by a signal of its own. Both ring until the body ends. Native code does not hear
+    them: NATIVE_SECONDS later it ends the process, with a line that names the reward.
+    """
+    main, over = threading.main_thread(), threading.Event()
+    if threading.current_thread() is not main:
+        return body()
 
     def ring(*_: Any) -> None:
-        raise TimeoutError(f"no result within {seconds:.3g} s")
+        if not over.is_set():
+            raise _Overdue
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    def watch() -> None:
+        pause, end = seconds + _AGAIN / 2, time.monotonic() + seconds + NATIVE_SECONDS
+        while not over.wait(pause):
+            if time.monotonic() > end:
+                said = f"reward {name} hangs in native code, where nothing can interrupt it"
+                print(f"minitlt: {said}; give it a limit of its own", file=sys.stderr, flush=True)
+                os._exit(1)
+            signal.pthread_kill(main.ident or 0, signal.SIGVTALRM)
+            pause = _AGAIN
+
+    before = {number: signal.signal(number, ring) for number in (signal.SIGALRM, signal.SIGVTALRM)}
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    # Where no thread gets to run, this ends the process. It says where that was.
+    faulthandler.dump_traceback_later(seconds + NATIVE_SECONDS + 5 * _AGAIN, exit=True, file=2)
     try:
-        yield
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN)
+            return body()
+        finally:
+            over.set()
+    except _Overdue:
+        raise TimeoutError(f"no result within {seconds:.3g} s") from None
     finally:
+        over.set()  # again: it may have rung in the line above
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        faulthandler.cancel_dump_traceback_later()
+        thread.join()  # it must not ring for the handlers of before
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 _OWN: dict[str, Reward] = {"exact": exact_answer, "math": math_answer, "format": answer_format}

@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import le
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from minitlt.drafter import Eagle3Proposer
 from minitlt.eagle3 import DrafterConfig, Eagle3Config, Eagle3Drafter, start_from_target
 from minitlt.events import EventLog
 from minitlt.export import import_drafter
-from minitlt.guards import Guards, largest_gap
+from minitlt.guards import FEW_TOKENS, Guards, gap_limits
 from minitlt.kernels import row_key
 from minitlt.linear import decoding_dtype
 from minitlt.models import resolve_drafter
@@ -155,7 +156,9 @@ class MiniTLTTrainer(GRPOTrainer):
         self.evaluations = 0
         self._fingerprint: tuple[Any, ...] = ()
         self._tell_at = 0.0  # when the next progress event is due
-        self.guards = Guards(self._write)
+        parts, learned = self.speculation, drafter and drafter.start not in ("random", "target")
+        self.guards = Guards(self._write, [parts.proposer.name, MergedDrafter.name] * bool(learned))
+        self._usual_gap = math.inf  # mean logprob gap of the first sound check
         self.last_rollout: Rollout | None = None
         self.last_prompts: list[list[int]] = []
         self.add_callback(RunLogCallback(self))
@@ -179,13 +182,14 @@ class MiniTLTTrainer(GRPOTrainer):
             "rollout_start", step=step, rows=len(prompts), version=parts.engine.policy_version
         )
         rollout = parts.engine.generate(prompts, self.sampling, keys)
-        self.guards.rollout(len(prompts), rollout, trained=parts.trainer.version > 0)
+        self.guards.rollout(keys, rollout)
         self._log_rollout(step, rollout)
         if training:
             self._use_idle_time(step, rollout)
             every = self.rollout_config.check_every
             if every and (self.generation - 1) % every == 0 and self.sampling.temperature > 0:
-                self._check_logprobs(prompts[0], rollout, keys[0])
+                row = keys[0] % len(keys)
+                self._check_logprobs(prompts[row], rollout, row)
         self.last_rollout, self.last_prompts = rollout, prompts
         self._record_metrics("train" if training else "eval", rollout)
         return rollout.completion_ids, rollout.logprobs
@@ -201,31 +205,37 @@ class MiniTLTTrainer(GRPOTrainer):
         engine.policy_version += 1
         self._fingerprint = fingerprint
 
-    def _check_logprobs(self, prompt: list[int], rollout: Rollout, key: int) -> None:
-        """Row 0's logprobs against those of the trainer's own model, on every rank. Collective.
+    def _check_logprobs(self, prompt: list[int], rollout: Rollout, row: int) -> None:
+        """A row's logprobs against those of the trainer's own model, on every rank. Collective.
 
         If they differ, the engine gets its weights again and the row is drawn once more: that
         tells weights that were stale from two models that compute something different.
         """
         engine = self.speculation.engine
         narrow = torch.bfloat16 if self.accelerator.mixed_precision != "no" else torch.float32
-        limit = largest_gap([engine.target.dtype, self.model.dtype, narrow])
-        gap = self._logprob_gap(prompt, rollout.completion_ids[0], rollout.logprobs[0])
-        self._metrics["train"]["guard/logprob_gap"].append(gap)
-        if gap <= limit:
+        gaps = self._logprob_gaps(prompt, rollout.completion_ids[row], rollout.logprobs[row])
+        limits = gap_limits([engine.target.dtype, self.model.dtype, narrow], self._usual_gap)
+        for name, gap in zip(("guard/logprob_gap", "guard/logprob_gap_mean"), gaps, strict=True):
+            self._metrics["train"][name].append(gap)
+        if all(map(le, gaps, limits)):
+            self._usual_gap = gaps[1] if self._usual_gap == math.inf else self._usual_gap
             return
         self._fingerprint = ()
         self.refresh_weights()
-        again = engine.generate([prompt], self.sampling, [key])
-        after = self._logprob_gap(prompt, again.completion_ids[0], again.logprobs[0])
-        seen = f"a token's logprob was {gap:.3g} nats off the trainer's, {limit:.3g} allowed; "
-        if after <= limit:
+        again = engine.generate([prompt], self.sampling, [rollout.keys[row]])
+        after = self._logprob_gaps(prompt, again.completion_ids[0], again.logprobs[0])
+        seen, allowed, now = (f"{a:.3g} (mean {b:.3g})" for a, b in (gaps, limits, after))
+        seen = f"a row's logprobs were {seen} nats off the trainer's, {allowed} allowed; "
+        if all(map(le, after, limits)):
             self.guards.say("stale_weights", seen + "refreshing the engine's weights mended it")
         else:
-            self.guards.say("logprobs_differ", f"{seen}{after:.3g} after a refresh of the weights")
+            self.guards.say("logprobs_differ", f"{seen}{now} after a refresh of the weights")
 
-    def _logprob_gap(self, prompt: list[int], tokens: list[int], logprobs: list[float]) -> float:
-        """Largest difference of a token's logprob, of all ranks; no generator is touched."""
+    def _logprob_gaps(
+        self, prompt: list[int], tokens: list[int], logprobs: list[float]
+    ) -> tuple[float, float]:
+        """Largest and mean difference of a token's logprob, the most of all ranks; no generator is
+        touched."""
         tokens, training = tokens[:_CHECKED_TOKENS], self.model.training
         ids = torch.tensor([prompt + tokens], device=self.accelerator.device)
         self.model.eval()
@@ -236,9 +246,11 @@ class MiniTLTTrainer(GRPOTrainer):
                 )
         finally:
             self.model.train(training)
-        gap = (own[0].float() - own.new_tensor(logprobs[: len(tokens)]).float()).abs().max()
-        gap = torch.where(gap.isnan(), torch.inf, gap)
-        return self.accelerator.gather(gap[None]).max().item()
+        gaps = (own[0].float() - own.new_tensor(logprobs[: len(tokens)]).float()).abs()
+        gaps = torch.stack([gaps.max(), gaps.sum() / max(len(tokens), FEW_TOKENS)])
+        gaps = torch.where(gaps.isnan(), torch.inf, gaps)
+        largest, mean = self.accelerator.gather(gaps[None]).amax(0).tolist()
+        return largest, mean
 
     def _row_keys(self, num_rows: int, training: bool) -> list[int]:
         if training:

@@ -43,6 +43,7 @@ from minitlt.tasks import encode_prompt, is_prompt
 _CHUNK = 1024  # prompts handed to the engine at once; it refills its slots from them
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _NO_CODE = {"trust_remote_code": False}  # left out, transformers would ask on the terminal
+_ROW = b'{"index": '  # what every line of the output begins with
 Prompt = str | list[dict[str, Any]]
 
 
@@ -156,14 +157,17 @@ class RowFile:
         except OSError as error:
             raise ValueError(f"cannot write --out {path}: {error.strerror}") from error
         data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
+        whole, newline, torn = data.rpartition(b"\n")
         try:
-            for number, line in enumerate(whole.splitlines(), 1):
+            lines = whole.split(b"\n") if newline else []
+            for number, line in enumerate(lines, 1):
                 self._recall(line, prompts, number)
+            if torn[: len(_ROW)] != _ROW[: len(torn)]:  # somebody else's: not ours to cut off
+                raise ValueError(f"--out {path} does not end in a row of ours; choose another file")
         except ValueError:
             self.close()
             raise
-        os.ftruncate(self._fd, len(whole))  # what a kill tore is made again
+        os.ftruncate(self._fd, len(whole + newline))  # what a kill tore is made again
 
     def _recall(self, line: bytes, prompts: Sequence[Prompt], number: int) -> None:
         where = f"--out {self.path} line {number}"

@@ -97,6 +97,7 @@ class SpecStats:
     nan_logits: int = 0
     drafted: list[int] = field(default_factory=list)  # row-steps with a draft this deep
     accepted: list[int] = field(default_factory=list)  # row-steps that accepted this deep
+    sources: dict[str, list[int]] = field(default_factory=dict)  # [drafted, accepted] at depth 1
     arms: dict[str, dict[str, float]] = field(default_factory=dict)
     arms_by_rows: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # by bucket
     active_trace: list[tuple[float, int]] = field(default_factory=list)  # (seconds, rows)
@@ -114,8 +115,11 @@ class SpecStats:
         pairs = zip(self.accepted, self.drafted, strict=True)
         return [got / asked if asked else 0.0 for got, asked in pairs]
 
-    def count(self, drafted_B: list[int], emitted_B: list[int]) -> None:
+    def count(self, source: str, drafted_B: list[int], emitted_B: list[int]) -> None:
         """Adds one verify step: how deep each row's draft was and how many tokens it emitted."""
+        drafted, accepted = self.sources.get(source, (0, 0))
+        drafted += sum(depth > 0 for depth in drafted_B)
+        self.sources[source] = [drafted, accepted + sum(num > 1 for num in emitted_B)]
         deeper = [0] * (max(drafted_B) - len(self.drafted))
         self.drafted += deeper
         self.accepted += deeper
@@ -137,6 +141,7 @@ class Rollout:
     logprobs: list[list[float]]
     finish_reasons: list[str]  # stop | length
     accepted: list[list[int]]
+    keys: list[int]
     stats: SpecStats
     policy_version: int
 
@@ -225,6 +230,7 @@ class RolloutEngine:
             [row.logprobs for row in rows],
             [row.finish_reason for row in rows],
             [row.accepted for row in rows],
+            [row.key for row in rows],
             self.stats,
             self.policy_version,
         )
@@ -360,7 +366,8 @@ class RolloutEngine:
             row.accepted += [1] * (len(tokens) - 1) + [0]
             self.stats.nan_logits += int(num_nan)
             emitted.append(tokens)
-        self.stats.count([int(depth) for _, _, depth, *_ in table], [len(t) for t in emitted])
+        drafted = [int(depth) for _, _, depth, *_ in table]
+        self.stats.count(self.arm.source, drafted, [len(tokens) for tokens in emitted])
         return emitted
 
     def _retire(self) -> None:

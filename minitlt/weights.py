@@ -6,7 +6,7 @@ one, so that no rank ever holds a second copy of the model, and with the same co
 rank. The trainer's own tensors are never written to. `weights_fingerprint` says cheaply whether
 anything may have moved since the last refresh.
 
-Left out: DoRA and LoRA on embeddings (refused), quantised policies.
+Left out: LoRA's variants, and LoRA on embeddings and tied weights (refused); quantised policies.
 How to try it: `pytest tests/test_weights.py`.
 """
 
@@ -25,9 +25,9 @@ from minitlt.config import ConfigError
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(checkpoint name, full tensor) of every policy weight, one at a time.
 
-    Every rank must iterate to the end, in the same order: DTensors (FSDP2) and ZeRO-3 shards are
-    gathered by a collective each. LoRA deltas are added out of place in fp32, so the base weights
-    are never touched. Gradients do not flow.
+    Every rank must iterate to the end, in the same order: DTensors (FSDP2) and ZeRO-3 shards, a
+    LoRA layer's A and B among them, are gathered by a collective each. LoRA deltas are added out
+    of place in fp32, so the base weights are never touched. Gradients do not flow.
     """
     layers = _adapted_layers(model)
     for name, parameter in model.named_parameters():
@@ -35,14 +35,20 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         clean = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         clean = clean.replace(".modules_to_save.default.", ".")
-        with _gathered(parameter), torch.no_grad():
-            full = parameter.detach()
-            if hasattr(full, "full_tensor"):
-                full = full.full_tensor()
-            layer = layers.get(name.removesuffix(".base_layer.weight"))
-            if layer is not None:
-                full = _merged(layer, full)
+        layer = layers.pop(name.removesuffix(".base_layer.weight"), None)
+        deltas = [] if layer is None else _deltas(layer)
+        with _gathered([parameter, *(p for _, *pair in deltas for p in pair)]), torch.no_grad():
+            full = _whole(parameter)
+            for scaling, a, b in deltas:
+                delta = scaling * (_whole(b).float() @ _whole(a).float())
+                delta = delta.T if layer.fan_in_fan_out else delta
+                if delta.shape != full.shape:  # it would be broadcast, or be nothing
+                    raise RuntimeError(f"{name} is {tuple(full.shape)} and its LoRA delta is "
+                                       f"{tuple(delta.shape)}")  # fmt: skip
+                full = full.float() + delta
             yield clean, full
+    if layers:
+        raise ConfigError(f"{min(layers)}: LoRA on a weight that is tied is not supported")
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -50,28 +56,34 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
     if not hasattr(model, "peft_config"):
         return {}
     for name, module in model.named_modules():
-        for kind in ("lora_magnitude_vector", "lora_embedding_A"):
-            if len(getattr(module, kind, None) or ()):
-                raise ConfigError(f"{name}: DoRA and LoRA on embeddings are not supported")
+        biases = any(getattr(module, "lora_bias", {}).values())
+        kinds = ("lora_magnitude_vector", "lora_variant", "lora_embedding_A")
+        if biases or any(len(getattr(module, kind, None) or ()) for kind in kinds):
+            raise ConfigError(f"{name}: DoRA and other variants of LoRA, its bias, and LoRA on "
+                              "embeddings are not supported")  # fmt: skip
     return {n: m for n, m in model.named_modules() if hasattr(m, "lora_A") and len(m.lora_A)}
 
 
-def _merged(layer: Any, weight: Tensor) -> Tensor:
-    """W + sum of the active adapters' deltas, in fp32, in a new tensor."""
-    total = weight.float()
-    for adapter in layer.active_adapters:
-        if adapter in layer.lora_A:
-            total = total + layer.get_delta_weight(adapter).float()
-    return total
+def _deltas(layer: Any) -> list[tuple[float, nn.Parameter, nn.Parameter]]:
+    """(scaling, A, B) of every active adapter; W + scaling * B @ A is what the layer computes."""
+    active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
+    return [(layer.scaling[a], layer.lora_A[a].weight, layer.lora_B[a].weight) for a in active]
 
 
-def _gathered(parameter: nn.Parameter) -> Any:
-    """Context in which a ZeRO-3 parameter is whole; nothing to do for others."""
-    if not hasattr(parameter, "ds_id"):
+def _whole(parameter: nn.Parameter) -> Tensor:
+    """All of a parameter that may be sharded by FSDP2."""
+    tensor: Any = parameter.detach()
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+def _gathered(parameters: list[nn.Parameter]) -> Any:
+    """Context in which ZeRO-3 parameters are whole; nothing to do for others."""
+    if not hasattr(parameters[0], "ds_id"):
         return nullcontext()
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters([parameter])
+    return deepspeed.zero.GatheredParameters(parameters)
 
 
 def weights_fingerprint(model: nn.Module, global_step: int) -> tuple[Any, ...]:

@@ -9,15 +9,17 @@ import pytest
 import torch
 from grpo import make_trainer
 from tiny import save_tiny_model
+from transformers import AutoModelForCausalLM
 
 from minitlt import run
-from minitlt.config import ConfigError
+from minitlt.config import ConfigError, RolloutConfig
 from minitlt.draft import Draft, chain_parents
-from minitlt.eagle3 import DrafterConfig
-from minitlt.guards import FP32_GAP, NARROW_GAP, Guards, largest_gap
+from minitlt.eagle3 import DrafterConfig, save_drafter
+from minitlt.guards import FP32_GAP, NARROW_GAP, NARROW_MEAN, Guards, gap_limits
 from minitlt.rewards import GuardedReward
-from minitlt.rl import build_speculation
+from minitlt.rl import build_speculation, start_drafter
 from minitlt.spot import SpotConfig
+from minitlt.target import make_target
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
 
@@ -71,6 +73,46 @@ def test_stale_weights_are_said_and_mended(trainer):
     assert "refreshing the engine's weights mended it" in message
 
 
+def test_weights_a_few_steps_old_are_said_in_bf16(model_dir, tmp_path):
+    """No token is off by a nat, which bf16 allows; the mean is what shows them."""
+    rollout = RolloutConfig(arms=["off"], check_every=1, dtype="bf16")
+    trainer = make_trainer(model_dir, tmp_path, rollout=rollout, length=80, bf16=True)
+    trainer.model.train()
+    trainer.sampling = dataclasses.replace(trainer.sampling, min_new_tokens=80)
+    for _ in range(6):
+        generate(trainer)
+    gaps, means = (trainer._metrics["train"][f"guard/logprob_gap{end}"] for end in ("", "_mean"))
+    assert max(gaps) < NARROW_GAP and 0.005 < max(means) < NARROW_MEAN / 1.5, "room on both sides"
+    assert trainer.guards.counts == {}
+    generator = torch.Generator().manual_seed(0)
+    for parameter in trainer.model.parameters():
+        moved = torch.empty_like(parameter).normal_(generator=generator)
+        parameter.data.add_(moved, alpha=0.02 * parameter.data.std())  # behind the engine's back
+    generate(trainer)
+    assert gaps[-1] < NARROW_GAP and means[-1] > NARROW_MEAN
+    assert trainer.guards.counts == {"stale_weights": 1}
+    generate(trainer)
+    assert trainer.guards.counts == {"stale_weights": 1}
+    trainer.speculation.spot.close()
+
+
+def test_every_row_is_looked_at_sooner_or_later(trainer, monkeypatch):
+    engine = trainer.speculation.engine
+    real = engine.generate
+
+    def spoiled(prompts, *args):
+        rollout = real(prompts, *args)
+        if len(prompts) == 4:  # not the check's own
+            rollout.logprobs[2][0] -= 0.1
+        return rollout
+
+    monkeypatch.setattr(engine, "generate", spoiled)
+    trainer.rollout_config.check_every = 1
+    for _ in range(20):
+        generate(trainer)
+    assert 1 <= trainer.guards.counts["stale_weights"] < 20
+
+
 def test_an_engine_that_computes_something_else_is_said(trainer):
     target = trainer.speculation.engine.target
     forward = target.forward
@@ -89,27 +131,48 @@ def test_an_engine_that_computes_something_else_is_said(trainer):
     assert trainer.guards.counts == {"logprobs_differ": 2}
 
 
-def test_drafts_that_are_never_accepted_are_said(model_dir, tmp_path):
-    """A drafter that proposes what the target never samples, once it has been trained."""
-    trainer = make_trainer(model_dir, tmp_path, arms=("eagle-2",), log=ListLog(), length=40)
-    parts = trainer.speculation
+def always(token):
+    """A drafter's proposal: a chain of one token."""
 
-    def absurd(rows, depth, width, nodes):
-        tokens_BT = torch.full((len(rows.roots_B), depth + 1), 99)  # an id that is suppressed below
+    def propose(rows, depth, width, nodes):
+        tokens_BT = torch.full((len(rows.roots_B), depth + 1), token)
         tokens_BT[:, 0] = rows.roots_B
         return Draft(tokens_BT, chain_parents(depth).expand_as(tokens_BT).contiguous())
 
-    parts.proposer.propose = absurd
-    with torch.no_grad():
-        trainer.model.lm_head.weight[99] = 0.0
-        trainer.model.lm_head.weight[99] -= 5 * trainer.model.lm_head.weight[:99].mean(0)
+    return propose
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_drafts_that_are_accepted_no_more_are_said(model_dir, tmp_path, saved):
+    """The policy says 50 again and again. The drafter does so too, then breaks; the bandit drops
+    it at once, so it takes several rollouts until that is sure."""
+    log, rollout, start = ListLog(), RolloutConfig(check_every=0), "target"
+    if saved:  # then the run begins with a drafter that was a good one
+        start = tmp_path / "saved"
+        model = AutoModelForCausalLM.from_pretrained(model_dir)
+        save_drafter(start, start_drafter(model, make_target(model), DrafterConfig()))
+    trainer = make_trainer(model_dir, tmp_path, rollout=rollout, log=log, length=40, start=start)
+    parts = trainer.speculation
     trainer.model.train()
-    trainer.sampling = dataclasses.replace(trainer.sampling, suppress_ids=(99,), min_new_tokens=38)
+    others = tuple(token for token in range(100) if token != 50)
+    trainer.sampling = dataclasses.replace(trainer.sampling, suppress_ids=others)
+    parts.proposer.propose = always(99)
+    if not saved:
+        for _ in range(20):
+            generate(trainer, 8)
+        assert trainer.guards.counts == {}, "it has never drafted well"
+        parts.proposer.propose = always(50)
+        for _ in range(20):
+            generate(trainer, 8)
+        assert trainer.guards.counts == {}
+        parts.proposer.propose = always(99)
     generate(trainer, 8)
-    assert "drafts_refused" not in trainer.guards.counts  # it has learned nothing yet
-    parts.trainer.version = 5
-    generate(trainer, 8)
-    assert trainer.guards.counts["drafts_refused"] == 1
+    assert trainer.guards.counts == {}
+    for _ in range(20):
+        generate(trainer, 8)
+    assert trainer.guards.counts["drafts_refused"] >= 1
+    message = log.guards()["drafts_refused"]["message"]
+    assert message.startswith("of 2") and "drafts of eagle, which drafted well" in message
     parts.spot.close()
 
 
@@ -145,8 +208,10 @@ def test_some_nan_logits_are_counted_and_a_row_of_them_ends_the_run(trainer):
         lambda r: (r.completion_ids[1].clear(), r.logprobs[1].clear()),
         lambda r: r.logprobs[2].pop(),
         lambda r: (r.completion_ids[0].pop(), r.logprobs[0].pop()),
+        lambda r: r.keys.reverse(),
+        lambda r: r.keys.__setitem__(1, r.keys[0]),
     ],
-    ids=["lost", "doubled", "empty", "logprob", "token"],
+    ids=["lost", "doubled", "empty", "logprob", "token", "order", "twice"],
 )
 def test_lost_and_doubled_rows_end_the_run(trainer, monkeypatch, spoil):
     engine = trainer.speculation.engine
@@ -244,8 +309,10 @@ def test_guards_speak_less_and_less_often():
 
 
 def test_tolerance_follows_the_narrowest_dtype():
-    assert largest_gap([torch.float32, torch.float64]) == FP32_GAP
-    assert largest_gap([torch.float32, torch.bfloat16]) == NARROW_GAP
+    assert gap_limits([torch.float32, torch.float64], usual=1.0) == (FP32_GAP, FP32_GAP)
+    narrow = [torch.float32, torch.bfloat16]
+    assert gap_limits(narrow, usual=0.01) == (NARROW_GAP, NARROW_MEAN)
+    assert gap_limits(narrow, usual=0.1) == (NARROW_GAP, 0.2)
 
 
 def test_fixed_steps_need_a_fixed_size(model_dir, tmp_path):

@@ -41,6 +41,7 @@ from minitlt.pictures import (
 from minitlt.report import (
     Board,
     duration,
+    guard_counts,
     number,
     print_summary,
     run_seconds,
@@ -287,13 +288,22 @@ def test_summary_by_hand(tmp_path):
     assert summarize(events) == {
         "reward_first": 0.0, "reward_last": 1.0, "accept_first": 1.5, "accept_last": 3.0,
         "idle_available_s": 12.0, "idle_harvested_s": 9.0, "drafter_steps": 30, "steps": 3,
-        "wall_s": 32.0,  # 16 s before the pause and 16 s after it
+        "guards": {}, "wall_s": 32.0,  # 16 s before the pause and 16 s after it
     }  # fmt: skip
     rows = step_table(events)
     assert [row["reward"] for row in rows] == [0.0, 0.5, 1.0]
     assert [row["tok_s"] for row in rows] == [20.0] * 3
     assert [row["end_s"] for row in rows] == [8.0, 24.0, 32.0]
     assert run_seconds(events)[-1] == 32.0
+
+
+def test_guards_are_counted_over_ranks_and_resumes(tmp_path):
+    log = EventLog(tmp_path / "e.jsonl", rank=0)
+    for rank, count in ((0, 1), (0, 2), (1, 1), (0, 5), (0, 1), (0, 2)):  # rank 0 was resumed
+        log.rank = rank
+        log.write("guard", name="rows", count=count, message="")
+    log.write("guard", name="padding", count=3, message="")
+    assert guard_counts(read_events(tmp_path / "e.jsonl")) == {"rows": 8, "padding": 3}
 
 
 def test_accept_length_is_a_ratio_of_sums(tmp_path):

@@ -169,6 +169,16 @@ def test_a_file_made_otherwise_is_refused(model_dir, tmp_path):
         other.write_text(out.read_text().replace(": 2,", f": {json.dumps(index)},", 1))
         with pytest.raises(ValueError, match=r"line 1 (is not a row of ours|was made from)"):
             RowFile(other, PROMPTS, "T=1")
+    ours = out.read_text()
+    for foreign in ("no newline at the end", "x", '{"note": "mine"}', ours + "[1, 2]", "\n" + ours):
+        other.write_text(foreign)
+        with pytest.raises(ValueError, match=r"(is not|does not end in) a row of ours"):
+            RowFile(other, PROMPTS, "T=1")
+        assert other.read_text() == foreign
+    for torn in ("", "{", '{"index"', '{"index": ', ours[:-1]):
+        other.write_text(ours + torn)
+        RowFile(other, PROMPTS, "T=1").close()
+        assert other.read_text() == ours
     for place in (tmp_path, Path("/dev/zero")):
         with pytest.raises(ValueError, match="is not a plain file"):
             RowFile(place, PROMPTS, "T=1")

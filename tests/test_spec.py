@@ -428,10 +428,12 @@ def test_bandit_tries_again_after_the_drafter_has_changed():
 
 def test_accept_statistics_by_hand():
     stats = SpecStats()
-    stats.count([3, 1, 0], [2, 2, 1])
-    stats.count([2, 0], [3, 1])
-    assert stats.drafted == [3, 2, 1] and stats.accepted == [3, 1, 0]
-    assert stats.row_steps == 5 and stats.tokens == 9 and stats.accept_length == 9 / 5
+    stats.count("eagle", [3, 1, 0], [2, 2, 1])
+    stats.count("ngram", [2, 0], [3, 1])
+    stats.count("ngram", [2], [1])
+    assert stats.sources == {"eagle": [2, 2], "ngram": [2, 1]}
+    assert stats.drafted == [4, 3, 1] and stats.accepted == [3, 1, 0]
+    assert stats.row_steps == 6 and stats.tokens == 10 and stats.accept_length == 10 / 6
 
 
 @pytest.mark.parametrize(

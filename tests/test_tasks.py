@@ -1,8 +1,10 @@
 """Tasks and rewards: sources, scorers, bad input, and that model text is never evaluated."""
 
+import contextlib
 import json
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -243,6 +245,64 @@ def test_guarded_reward_that_hangs_ends() -> None:
     began = time.monotonic()
     assert score(reward, ["slow", "fast"]) == [0.0, 1.0]
     assert time.monotonic() - began < 5 and "TimeoutError" in reward.last_error
+
+
+def swallow(completions: list[Any], **_: Any) -> list[float]:
+    """Goes on after any Exception for ever, and even after two of what is none."""
+    for _ in range(2):
+        with contextlib.suppress(BaseException):
+            time.sleep(30)
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(30)
+
+
+def math_then_hang(completions: list[Any], **_: Any) -> list[float]:
+    """math-verify's own alarm replaces any that was set before."""
+    rewards.math_answer(["?"], [f"{c[0]['content']} 1/2" for c in completions], answer=["0.5"])
+    time.sleep(30)
+    return [1.0]
+
+
+def backtrack(completions: list[Any], **_: Any) -> list[float]:
+    """Never gives up the interpreter: no other thread runs."""
+    return [float(bool(re.match("(a+)+$", "a" * 60 + "b")))]
+
+
+@pytest.mark.parametrize("function", [swallow, math_then_hang, backtrack])
+def test_rewards_that_are_hard_to_interrupt_end(function: Any) -> None:
+    numbers = signal.SIGALRM, signal.SIGVTALRM
+    before = [signal.getsignal(number) for number in numbers]
+    reward, began = GuardedReward(function, time_limit=0.4), time.monotonic()
+    assert score(reward, ["x"]) == [0.0]
+    assert time.monotonic() - began < 10 and "TimeoutError" in reward.last_error
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("library", "said"),
+    [("CDLL", "minitlt: reward deadlock hangs in native code"), ("PyDLL", "in deadlock")],
+)
+def test_a_reward_that_hangs_in_native_code_ends_the_process(library: str, said: str) -> None:
+    """PyDLL keeps the interpreter's lock: not even a thread can speak."""
+    code = f"""
+import ctypes
+from minitlt import rewards
+
+def deadlock(completions, **_):
+    lock, library = ctypes.create_string_buffer(64), ctypes.{library}(None)
+    library.pthread_mutex_lock(lock)
+    library.pthread_mutex_lock(lock)
+
+rewards.NATIVE_SECONDS = 0.5
+rewards.GuardedReward(deadlock, time_limit=0.2)(completions=["x"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1 and said in done.stderr
+    assert library == "PyDLL" or len(done.stderr.splitlines()) == 1
 
 
 def test_jsonl(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ranks import two_ranks
 from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from minitlt.config import ConfigError
 from minitlt.rl import full_parameters
 from minitlt.target import make_target
 
@@ -135,38 +136,72 @@ def test_a_reloaded_best_model_reaches_the_engine(folders, tmp_path):
     assert not torch.allclose(got, seen[3], atol=1e-3)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_zero3_parameters_are_gathered_one_at_a_time(monkeypatch, tied):
+def with_lora(kind):
+    """A tiny model under an adapter that does something, and the model."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_model(kind, num_hidden_layers=2), lora())
+    return model, model.get_base_model()
+
+
+def test_lora_that_would_be_lost_is_refused():
+    peft = pytest.importorskip("peft")
+    for kind, extra, message in [
+        ("llama_tied", {"target_modules": ["lm_head"]}, "LoRA on a weight that is tied"),
+        ("llama", {"target_modules": ["q_proj"], "use_dora": True}, "DoRA and other variants"),
+        ("llama", {"target_modules": ["embed_tokens"]}, "LoRA on embeddings"),
+        ("qwen2", {"target_modules": ["q_proj"], "lora_bias": True}, "its bias"),
+    ]:
+        model = peft.get_peft_model(tiny_model(kind), peft.LoraConfig(r=4, **extra))
+        with pytest.raises(ConfigError, match=message):
+            list(full_parameters(model))
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_tied", "lora"])
+def test_zero3_parameters_are_gathered_one_at_a_time(monkeypatch, kind):
     """The contract with deepspeed: a partitioned parameter (`ds_id`) is empty outside of
-    GatheredParameters([parameter]) and whole inside; every rank enters it equally often."""
-    model = tiny_model("llama_tied" if tied else "llama", num_hidden_layers=2)
-    want = {name: p.detach().clone() for name, p in model.named_parameters()}
+    GatheredParameters([parameter]) and whole inside; every rank enters it equally often. A LoRA
+    layer's A and B are gathered with its weight."""
+    model = base = tiny_model(kind, num_hidden_layers=2) if kind != "lora" else None
+    if kind == "lora":
+        model, base = with_lora("llama")
     whole, entered, inside = {}, [], []
 
     @contextmanager
     def gathered(params, modifier_rank=None, fwd_module=None, enabled=True):
-        (parameter,) = params
         assert modifier_rank is None and not inside  # read only, and never two at a time
-        inside.append(parameter)
-        entered.append(parameter.ds_id)
-        parameter.data = whole[parameter.ds_id]
+        assert len(params) == 1 or (kind == "lora" and len(params) == 3)
+        for parameter in params:
+            inside.append(parameter)
+            entered.append(parameter.ds_id)
+            parameter.data = whole[parameter.ds_id]
         yield
-        parameter.data = torch.empty(0)
-        inside.pop()
+        while inside:
+            inside.pop().data = torch.empty(0)
 
     fake = types.ModuleType("deepspeed")
     fake.zero = types.SimpleNamespace(GatheredParameters=gathered)
     monkeypatch.setitem(sys.modules, "deepspeed", fake)
-    target = make_target(model)
+    target = make_target(base, weights=full_parameters(model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    want = own_logits(model)
     for number, parameter in enumerate(model.parameters()):
-        parameter.ds_id, whole[number] = number, parameter.detach() * 2
+        parameter.ds_id, whole[number] = number, parameter.detach()
         parameter.data = torch.empty(0)
     target.refresh(full_parameters(model))
-    assert entered == list(range(len(whole)))
-    fresh = make_target(tiny_model("llama_tied" if tied else "llama", num_hidden_layers=2))
-    fresh.refresh((name, tensor * 2) for name, tensor in want.items())
-    assert torch.equal(logits_of(target), logits_of(fresh))
+    assert sorted(entered) == list(range(len(whole)))
+    torch.testing.assert_close(logits_of(target), want, atol=1e-4, rtol=1e-4)
     assert all(p.numel() == 0 for p in model.parameters())
+
+
+def test_a_delta_that_does_not_fit_ends_the_run():
+    """Of A and B that are shards, say: [0] or a part of the rows."""
+    model, _ = with_lora("llama")
+    factor = next(p for name, p in model.named_parameters() if "lora_B" in name)
+    factor.data = factor.data[:1]
+    with pytest.raises(RuntimeError, match=r"is \(48, 48\) and its LoRA delta is \(1, 48\)"):
+        list(full_parameters(model))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
@@ -187,10 +222,14 @@ def run_fsdp2(model_dir, out_dir):
 
     torch.distributed.init_process_group("gloo")
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    for kind in ("llama", "llama_tied"):
-        model = AutoModelForCausalLM.from_pretrained(model_dir.with_name(kind))
-        target = make_target(model)
-        for layer in model.model.layers:
+    for kind in ("llama", "llama_tied", "lora"):
+        if kind == "lora":
+            torch.manual_seed(0)  # the adapter is drawn: the same on both ranks
+            model, base = with_lora("llama")
+        else:
+            model = base = AutoModelForCausalLM.from_pretrained(model_dir.with_name(kind))
+        target = make_target(base, weights=full_parameters(model))
+        for layer in base.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         assert all(p.to_local().numel() < p.numel() for p in model.parameters())
