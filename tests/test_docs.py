@@ -10,11 +10,14 @@ import io
 import re
 import tokenize
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from tiny import save_tiny_model
 
 from minitlt.cli import app
+from minitlt.events import read_events
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -112,6 +115,31 @@ def test_minutes_of_the_reading_order_are_those_of_the_files():
         assert minutes == pytest.approx(expected, rel=0.125), (names, expected)
         total += minutes
     assert 225 <= total <= 255 and "four hours in all" in order, total
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_python_example_of_the_readme_trains(tmp_path, monkeypatch):
+    """As it stands, but for a tiny model, a CPU and one short step."""
+    monkeypatch.chdir(tmp_path)
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    model = str(save_tiny_model(tmp_path / "model", max_position_embeddings=1024))
+    small = "GRPOConfig(use_cpu=True, bf16=False, max_steps=1, max_completion_length=8, "
+    changes = {'"Qwen/Qwen2.5-0.5B-Instruct"': repr(model), "GRPOConfig(": small}
+    head, brace, rest = code.partition("trainer = ")
+    for old, new in changes.items():
+        assert rest.count(old) == 1
+        rest = rest.replace(old, new)
+    names: dict[str, Any] = {}
+    exec(head + brace + rest, names)
+    trainer, task = names["trainer"], names["task"]
+    assert trainer.state.global_step == 1
+    assert trainer.reward_weights.tolist() == pytest.approx(task.reward_weights)
+    assert read_events(tmp_path / "runs" / "mine" / "events.jsonl")
+    trainer.speculation.spot.close()
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 250
 
 
 def test_every_command_in_the_documents_exists():

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ from trl import GRPOConfig
 from typer.testing import CliRunner
 
 from minitlt.cli import app
-from minitlt.config import recipe_paths
+from minitlt.config import RolloutConfig, recipe_paths
+from minitlt.eagle3 import DrafterConfig
 from minitlt.rewards import resolve_rewards
+from minitlt.spot import SpotConfig
 
-FOLDER = Path(__file__).parent.parent / "recipes"
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "recipes"
 RECIPES = recipe_paths()
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -161,12 +165,22 @@ def test_the_nodes_page_has_a_config_that_accelerate_reads(tmp_path):
 
 def commands():
     """Every `minitlt ..` line of the pages, with continuations joined."""
-    for page in sorted(FOLDER.glob("*.md")):
+    for page in [*sorted(FOLDER.glob("*.md")), ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
         blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
         for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["minitlt"] and "NAME" not in words:
-                yield pytest.param(words[1:], id=f"{page.stem}-{words[1]}-{words[2]}")
+                name = " ".join([str(page.relative_to(ROOT)), *words[1:4]])
+                yield pytest.param(words[1:], id=name)
+
+
+def is_field(name):
+    """Whether the command line takes it: a field of TRL's, or one of ours under its block."""
+    block, dot, rest = name.partition(".")
+    known = {"rollout": RolloutConfig, "drafter": DrafterConfig, "spot": SpotConfig}
+    if dot:
+        return rest in {field.name for field in fields(known[block])}
+    return block in {"task", "nproc"} or block in {field.name for field in fields(GRPOConfig)}
 
 
 @pytest.mark.parametrize("words", list(commands()))
@@ -174,14 +188,16 @@ def test_commands_on_the_pages_exist(words):
     group = typer.main.get_command(app)
     command = group.commands[words[0]]
     known = {option for parameter in command.params for option in parameter.opts}
+    if words[0] == "bench":
+        known |= set(re.findall(r'"(--\w+)"', (ROOT / f"benchmarks/{words[1]}.py").read_text()))
     options = {word for word in words if word.startswith("--")}
     if not command.context_settings.get("ignore_unknown_options"):
         assert options <= known
     for word in words:
         if re.fullmatch(r"\d\d_\w+", word):
             assert word in RECIPES
-    for option in options - known:  # a field of TRL's or ours
-        assert option.startswith("--drafter.") or hasattr(GRPOConfig, option[2:])
+    for option in options - known:
+        assert is_field(option[2:]), option
 
 
 def test_the_vllm_page_uses_options_that_trl_has():
