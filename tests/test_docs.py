@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from tiny import save_tiny_model
 
 from minitlt.cli import app
@@ -140,6 +141,18 @@ def test_the_python_example_of_the_readme_trains(tmp_path, monkeypatch):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) < 250
+
+
+def test_ci_runs_what_people_run():
+    """The workflow calls one script, and the script nothing but targets of the Makefile."""
+    [job] = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    script, makefile = ROOT / ".ci/run", (ROOT / "Makefile").read_text()
+    assert script.stat().st_mode & 0o100
+    targets = re.findall(r"^make (\w+)$", script.read_text(), re.MULTILINE)
+    assert {"test", "lessons", "check"} <= set(targets)
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
 def test_every_command_in_the_documents_exists():
