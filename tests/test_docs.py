@@ -155,6 +155,14 @@ def test_ci_runs_what_people_run():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
+def test_the_tests_of_losslessness_are_listed_once():
+    listed = re.search(r"^LOSSLESS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    for name in listed.split():
+        assert (ROOT / f"tests/test_{name}.py").is_file(), name
+    for page in ("README.md", "CONTRIBUTING.md", ".github/pull_request_template.md"):
+        assert "make lossless" in (ROOT / page).read_text(), page
+
+
 def test_every_command_in_the_documents_exists():
     known = set(typer.main.get_command(app).commands)
     for page in PAGES:
