@@ -200,10 +200,19 @@ def test_commands_on_the_pages_exist(words):
         assert is_field(option[2:]), option
 
 
-def test_the_vllm_page_uses_options_that_trl_has():
+def test_the_vllm_page_uses_options_that_trl_has(tmp_path):
+    from trl.scripts.grpo import make_parser
     from trl.scripts.vllm_serve import ScriptArguments
 
     text = (FOLDER / "vllm_server.md").read_text()
+    path = tmp_path / "grpo.yaml"
+    path.write_text(re.search(r"```yaml\n(.*?)```", text, re.DOTALL)[1])
+    words = ["--config", str(path), "--use_cpu", "true", "--bf16", "false"]
+    words += ["--use_vllm", "true", "--vllm_mode", "server"]
+    script, args, model, _ = make_parser().parse_args_and_config(words)  # unknown keys are errors
+    assert script.dataset_name and script.reward_funcs == ["accuracy_reward"]
+    assert args.max_completion_length == 16384 and args.learning_rate == 1e-6
+    assert f"--model {model.model_name_or_path}" in text
     serve = re.search(r"trl vllm-serve (.*?)\n\n", text, re.DOTALL)[1]
     for option in re.findall(r"--(\w+)", serve):
         assert option in ScriptArguments.__dataclass_fields__, option
