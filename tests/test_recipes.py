@@ -146,6 +146,13 @@ def test_smoke_of_a_plain_trl_file_adds_no_task(model_dir, tmp_path):
     assert "task" not in yaml.safe_load(done.stdout)
 
 
+def test_the_lora_recipe_is_the_one_before_with_lora():
+    whole, lora = (yaml.safe_load(RECIPES[name].read_text()) for name in list(RECIPES)[1:3])
+    differ = {key for key in whole | lora if whole.get(key) != lora.get(key)}
+    assert "use_peft" in differ
+    assert {key for key in differ if not key.startswith("lora_")} == {"use_peft", "learning_rate"}
+
+
 def test_the_table_lists_every_recipe_and_no_other():
     table = (FOLDER / "README.md").read_text()
     assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(RECIPES)
