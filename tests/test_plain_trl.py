@@ -4,6 +4,7 @@ How to run: python -m pytest tests/test_plain_trl.py
 """
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from minitlt import run
 from minitlt.cli import app
 from minitlt.config import ConfigError, make_config
-from minitlt.events import EventLog, read_events
+from minitlt.events import read_events
 from minitlt.rl import MiniTLTTrainer
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -82,29 +83,39 @@ def test_resume_from_checkpoint_points_at_resume(values, tmp_path):
         prepared(values, tmp_path, resume_from_checkpoint="mine/checkpoint-4")
 
 
-def trained(made, folder):
-    log = EventLog(folder / "events.jsonl", 0)
-    trainer = run._make_trainer(made, log)
-    trainer.train()
-    run._finish(trainer, folder, log)
-    trainer.speculation.spot.close()
-    return trainer
+def trained(made, folder, monkeypatch):
+    """A whole run in this process; its trainer."""
+    kept, make = [], run._make_trainer
+    monkeypatch.setattr(run, "_make_trainer", lambda *args: kept.append(make(*args)) or kept[0])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        run.train(made, folder)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return kept[0]
 
 
-def test_dataset_streaming_streams(values, tmp_path):
-    made = prepared(values, tmp_path, dataset_streaming=True)
-    trainer = trained(made, tmp_path)
+def test_dataset_streaming_streams(values, tmp_path, monkeypatch):
+    made = prepared(values, tmp_path, dataset_streaming=True, rollout={"epsilon": 0.5})
+    trainer = trained(made, tmp_path, monkeypatch)
     assert isinstance(trainer.train_dataset, IterableDataset)
     assert len(set(map(tuple, trainer.last_prompts))) == 1  # a group of four
     with pytest.raises(ConfigError, match="a stream has no length; give max_steps"):
         prepared({**values, "max_steps": -1}, tmp_path, dataset_streaming=True)
+    [event] = [e for e in read_events(tmp_path / "events.jsonl") if e["event"] == "run"]
+    config = event["config"]  # what held, given or not
+    assert config["steps_per_generation"] == 1 and config["max_completion_length"] == 8
+    assert config["rollout"]["epsilon"] == 0.5 and config["rollout"]["window"] == 40
+    assert config["drafter"]["ttt_steps"] == made.drafter.ttt_steps
 
 
 def test_push_to_hub_pushes_the_final_policy(values, tmp_path, monkeypatch):
     pushed = []
     monkeypatch.setattr(MiniTLTTrainer, "init_hf_repo", lambda self, token=None: None)
     monkeypatch.setattr(MiniTLTTrainer, "push_to_hub", lambda self, **how: pushed.append(how))
-    trained(prepared(values, tmp_path, push_to_hub=True, hub_model_id="me/mine"), tmp_path)
+    made = prepared(values, tmp_path, push_to_hub=True, hub_model_id="me/mine")
+    trained(made, tmp_path, monkeypatch)
     assert len(pushed) == 1
 
 
@@ -135,16 +146,3 @@ def test_the_dry_run_says_what_was_filled_in(values, tmp_path):
     [line] = [x for x in done.stdout.splitlines() if x.startswith("# resolved: ")]
     for text in ("steps_per_generation 1", "report_to []", "beta 0.0", "max_completion_length 8"):
         assert text in line
-
-
-def test_the_run_event_holds_effective_values(values, tmp_path):
-    made = prepared(values, tmp_path, rollout={"epsilon": 0.5})
-    log = EventLog(tmp_path / "events.jsonl", 0)
-    trainer = run._make_trainer(made, log)
-    run._write_run_event(log, made, trainer)
-    trainer.speculation.spot.close()
-    [event] = [e for e in read_events(tmp_path / "events.jsonl") if e["event"] == "run"]
-    config = event["config"]
-    assert config["steps_per_generation"] == 1 and config["max_completion_length"] == 8
-    assert config["rollout"]["epsilon"] == 0.5 and config["rollout"]["window"] == 40
-    assert config["drafter"]["ttt_steps"] == made.drafter.ttt_steps
