@@ -1,12 +1,14 @@
 # make train   the main job on this machine (creates .venv, installs, trains; 6 to 14 minutes on 2 cores)
 # make test    the fast test suite           (creates .venv, installs, tests; 2 to 6 minutes)
 # make slow    faults, resume, soak, load, fuzz for real (about 45 minutes on 2 cores)
+# make lossless the tests that speculation changes no token
+# make lessons the lessons that take a minute each, with their solutions (3 minutes)
 # make check   what CI runs after the tests: lint, types, bandit
 # make audit   known holes in what is installed (pip-audit; needs the network)
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test slow check audit clean
+.PHONY: train test lossless slow lessons check audit clean
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -20,8 +22,16 @@ train: .venv/.installed
 test: .venv/.installed
 	$(BIN)/python -m pytest
 
+LOSSLESS := spec target drafters_in_engine properties sampling rejection rl
+
+lossless: .venv/.installed
+	$(BIN)/python -m pytest $(LOSSLESS:%=tests/test_%.py)
+
 slow: .venv/.installed
 	$(BIN)/python -m pytest -n 0 -m slow  # runs of two ranks: one test at a time
+
+lessons: .venv/.installed
+	$(BIN)/python -m pytest -n 0 -m slow tests/test_lessons.py
 
 check: .venv/.installed
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+RUNS = Path(__file__).parent.parent / "runs"  # where results go that nobody has asked to keep
 _PACKAGES = ("torch", "transformers", "trl", "accelerate")
 
 

@@ -10,14 +10,12 @@ samplers of flashinfer and vLLM where they can be imported. On a CPU the questio
 which share of a batch-1 SmolLM2-135M decode step does verification take, on the same threads?
 (The model has random weights: time does not depend on them, and nothing is downloaded.)
 
-The last line of the output is one JSON object, which is also written to benchmarks/results/.
-Nothing timed here is to be trusted while other work runs on the machine.
+The last line of the output is one JSON object, which is also written to runs/, or to --out, as the
+committed one was. Nothing timed here is to be trusted while other work runs on the machine.
 """
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -28,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _machine import RUNS, about
 from torch import Tensor
 
 from minitlt import kernels as K
 
-RESULTS = Path(__file__).parent / "results"
+SEED = 0  # of the inputs, and of the model whose forward is timed
 
 
 @dataclass
@@ -200,7 +199,7 @@ def loss_case(size: Size, device: torch.device, gen: torch.Generator) -> Case:
 
 
 def cases(device: torch.device) -> list[Case]:
-    gen = torch.Generator(device=device).manual_seed(0)
+    gen = torch.Generator(device=device).manual_seed(SEED)
     if device.type != "cuda":  # what has a CPU implementation of its own
         return [make(CPU, device, gen) for make in (coupled_case, topk_case, loss_case)]
     makers = [coupled_case, topk_case, attention_case, loss_case]
@@ -273,7 +272,7 @@ def forward_us(seconds: float, context: int = 64) -> float:
         max_position_embeddings=8192,
     )
     with torch.random.fork_rng(), torch.inference_mode():
-        torch.manual_seed(0)
+        torch.manual_seed(SEED)
         model = LlamaForCausalLM(config).eval()
         cache = DynamicCache(config=config)
         model(torch.zeros(1, context, dtype=torch.int64), cache=cache)
@@ -285,35 +284,20 @@ def forward_us(seconds: float, context: int = 64) -> float:
         return measure(step, torch.device("cpu"), seconds)[1]
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    name = platform.processor() or platform.machine()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    elif Path("/proc/cpuinfo").exists():
-        models = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
-        name = models[0].split(":")[1].strip() if models else name
-    return {
-        "device": f"{device.type}: {name}",
-        "threads": torch.get_num_threads(),
-        "load_average": round(os.getloadavg()[0], 2),
-        "torch": torch.__version__,
-        "triton": version("triton") if find_spec("triton") else None,
-        "python": platform.python_version(),
-    }
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs every case; 0 if every gate passed. The command line calls this too."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="cpu or cuda")
     parser.add_argument("--seconds", type=float, default=1.0, help="timed per measurement")
-    parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/)")
+    parser.add_argument("--out", type=Path, help="result file (default: in runs/)")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
     chosen, reason = K.backend(device)
     report: dict[str, Any] = {"benchmark": "kernels", "backend": chosen, "backend_reason": reason}
-    report |= environment(device)
+    report |= {"device": device.type, "seed": SEED, **about()}
+    report["machine"]["threads"] = torch.get_num_threads()
+    report["versions"]["triton"] = version("triton") if find_spec("triton") else None
     bandwidth = copy_bandwidth(device, args.seconds)
     report["copy_gb_per_s"] = round(bandwidth / 1e9, 1)
     report["ops"] = {}
@@ -328,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
             round(share, 4),
         )
         print(f"{'decode step':16} {'SmolLM2-135M shape, B=1, fp32':44} {step:9.1f} us")
-    out = args.out or RESULTS / f"kernels_{device.type}.json"
+    out = args.out or RUNS / f"kernels_{device.type}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(report)
     out.write_text(line + "\n")

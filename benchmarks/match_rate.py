@@ -15,31 +15,45 @@ bf16 is skipped, with a line that says so, where it cannot be packed. The last l
 object. On a GPU, where nothing but the law is promised, it tells how far that is from equality.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from rollout import DTYPES, RUNS, Bench, keys, machine, parse
+from _machine import RUNS
+from rollout import DTYPES, Bench, keys, machine
+from rollout import parse as rollout_options
 
 from minitlt.linear import can_pack
 
 ARMS = ["eagle-1", "eagle-3", "eagle-7", "eagle-2x2b3", "eagle-3x2b7", "eagle-4x3b7"]
 
 
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The options of this script; whatever else a Bench wants to know is as in rollout.py."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--drafter", default="smollm2", help="a saved drafter, e.g. RUN/drafter")
+    parser.add_argument("--new", type=int, default=256, help="tokens per row at most")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, help="default: a file in runs/")
+    own = vars(parser.parse_args(argv))
+    return argparse.Namespace(**vars(rollout_options([])) | own | {"arms": ["off", *ARMS]})
+
+
 def main(argv: list[str]) -> int:
-    rows = int(argv.pop(argv.index("--rows") + 1)) if "--rows" in argv else 16
-    options = parse([word for word in argv if word != "--rows"])
+    options = parse(argv)
     torch.set_num_threads(options.threads)
-    options.arms = ["off", *ARMS]
-    result = machine(options) | {"rows": rows, "match_rate": {}}
+    result = machine(options) | {"rows": options.rows, "match_rate": {}}
     for name, dtype in DTYPES.items():
         if options.device == "cpu" and not can_pack(dtype):
             print(f"{name}: skipped, this processor cannot pack {name} weights", flush=True)
             continue
         options.dtype = name
-        result["match_rate"][name] = study(Bench(options), rows)
+        result["match_rate"][name] = study(Bench(options), options.rows)
     out: Path = options.out or RUNS / "match_rate.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result) + "\n")

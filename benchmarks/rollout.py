@@ -50,10 +50,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _machine import about
+from _machine import RUNS, about
 
 HERE = Path(__file__).parent
-RUNS = HERE.parent / "runs"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TREES = ["eagle-2x2b3", "eagle-3x2b7", "eagle-4x3b7"]  # 3 or 7 drafts: a verify step of 4 or 8
 QUOTED = ("plain_over_hf_b32", "plain_over_hf_b1", "spec_over_plain", "spec_over_hf_b16", "tok_s",

@@ -19,9 +19,9 @@ A step is split along the slowest rank: rollout (until the last rank has its las
 update. The first step pays for warming up and is left out of the medians. --drafter starts the
 drafter of tlt from a folder (`minitlt warmup`) or a name (`smollm2`); without it it starts cold.
 
-One JSON line per arm goes to benchmarks/results/ (or --out); the last line printed is a summary
-that names the parts where tlt did not help. The run log of an arm is in --keep DIR/ARM, to be
-drawn by `minitlt report`. Timings mean nothing while other work runs on the machine.
+One JSON line per arm goes to runs/ (or --out, as the committed ones did); the last line printed is
+a summary that names the parts where tlt did not help. The run log of an arm is in --keep DIR/ARM,
+to be drawn by `minitlt report`. Timings mean nothing while other work runs on the machine.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     if same and results["plain"]["digests"] != results["tlt"]["digests"]:
         print("plain and tlt drew different completions; that is a bug", file=sys.stderr)
         return 1
-    from _machine import about
+    from _machine import RUNS, about
 
     facts = {"benchmark": "step", "recipe": options.recipe, **about()}
     lines = [json.dumps(facts | {"arm": arm} | result) for arm, result in results.items()]
-    out = options.out or Path(__file__).parent / f"results/step_cpu{options.nproc}.jsonl"
+    out = options.out or RUNS / f"step_cpu{options.nproc}.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(json.dumps(facts | {"identical_rollouts": same or None} | conclude(results)))
@@ -74,7 +74,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--drafter", default="", help="where tlt's drafter starts: smollm2, DIR")
     parser.add_argument("--keep", type=Path, help="folder for the arms' run logs")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="default: a file in runs/")
     parser.add_argument("--rank", choices=ARMS, help=argparse.SUPPRESS)  # of a process we start
     options, rest = parser.parse_known_args(argv)
     from minitlt.config import parse_overrides

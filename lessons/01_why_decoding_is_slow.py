@@ -90,10 +90,10 @@ cheap = measured[counts.index(4)] / measured[0]
 print(f"A pass over 4 tokens took {cheap:.1f} times as long as a pass over 1, not 4 times.")
 
 # %% [markdown]
-# **What the figure says.** The blue line starts flat and the grey one does not. Up to a handful
-# of tokens a pass costs little more than a pass over one token, because fetching the weights is
-# what takes the time. Further right arithmetic becomes the limit, and the two lines run in
-# parallel.
+# **What the figure says.** The blue line starts almost flat and the grey one does not. Up to a
+# handful of tokens a pass costs little more than a pass over one token, because fetching the
+# weights is what takes the time. Further right arithmetic takes over and the blue line turns up.
+# Where doubling the tokens doubles the time, it runs parallel to the grey one: nothing is spare.
 #
 # ## Who has this slack, and who has not
 #
@@ -108,8 +108,8 @@ for num_rows in (1, 4, 16):
     )
 
 # %% [markdown]
-# With one row the extra tokens are nearly free. With many rows they cost real time. Keep this in
-# mind: lesson 2 shows that the last rows of a rollout run nearly alone.
+# With one row the extra tokens cost little. The more rows, the more they cost. Keep this in mind:
+# lesson 2 shows that the last rows of a rollout run nearly alone.
 #
 # ## Why it is allowed to read tokens that may be wrong
 #

@@ -21,7 +21,7 @@ from minitlt.spec import RolloutEngine, SamplingParams
 from minitlt.target import make_target
 
 # %% [markdown]
-# Our policy is a toy with 125,000 weights that was trained to tell very short stories (`toy.py`).
+# Our policy is a toy with 129,072 weights that was trained to tell very short stories (`toy.py`).
 # A prompt says how many sentences it should have, from 1 to 9, and small numbers are common. One
 # character is one token. The engine below is the one that the library trains with; so far it
 # drafts nothing.

@@ -127,8 +127,9 @@ for rows in (1, 8):
 
 # %% [markdown]
 # **What the figure says.** Left: the engine does what the formula says. Right: there is a best
-# depth. It is larger for the better drafter, and smaller when more rows share the pass, down to 0
-# where the dot sits on the left edge: a full batch has no slack to spend (lesson 1).
+# depth, as a rule a larger one for the better drafter. When more rows share the pass the gain
+# shrinks (the dashed lines), and on many machines the best depth with it, down to 0 where the dot
+# sits on the left edge: a full batch has little slack to spend (lesson 1).
 #
 # ## Nobody has to know the best depth
 #

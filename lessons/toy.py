@@ -1,4 +1,4 @@
-"""A language model small enough for the lessons: 128,000 weights that tell very short stories.
+"""A language model small enough for the lessons: 129,072 weights that tell very short stories.
 
 The language. A prompt is `tell 3:`, an answer counts sentences down and ends with a newline:
 

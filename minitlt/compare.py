@@ -1,8 +1,8 @@
 """Whether two runs did the same thing: their completions, rewards and final policies.
 
 Speculation must not change a run, so a run with it and a run without it are equal in everything
-but time. `differences` finds where they are not, from the two run folders alone: the lengths of all
-completions, the sample completions, the rewards, losses and gradient norms of every step, and
+but time. `differences` finds where they are not, from the two run folders alone: the completions (a
+hash of all token ids), the sample texts, the rewards, losses and gradient norms of every step, and
 every tensor of the final policy, bit by bit. Drafters, speeds and receipts may differ.
 
 Left out: runs on different numbers of ranks, whose rows stand elsewhere in the log.
@@ -18,7 +18,7 @@ from minitlt.events import Event, read_events
 from minitlt.report import number, summarize
 
 _FACTS = {  # event -> what must be equal in it: in words, and by field
-    "rollout_end": ("completion lengths", ("lengths",)),
+    "rollout_end": ("completions", ("digest", "lengths")),
     "row": ("sample completions and rewards", ("prompt", "completion", "reward")),
     "update": (
         "reward, loss and gradient norm",
@@ -39,7 +39,10 @@ def differences(left: Path, right: Path) -> list[str]:
 
 
 def _first_difference(name: str, left: list[Event], right: list[Event]) -> str:
-    """Where the events called `name` differ first; "" if they are equal."""
+    """Where the events called `name` differ first; "" if they are equal.
+
+    Two runs that have logged none are not equal: nothing shows it.
+    """
     words, fields = _FACTS[name]
 
     def facts(events: list[Event]) -> dict[tuple[int, int, int], dict[str, object]]:
@@ -49,6 +52,8 @@ def _first_difference(name: str, left: list[Event], right: list[Event]) -> str:
 
     a, b = facts(left), facts(right)
     every = sorted(a.keys() | b.keys())
+    if not every and name != "row":  # samples may be switched off
+        return f"{words}: neither run has logged any"
     odd = [key for key in every if a.get(key) != b.get(key)]
     if not odd:
         return ""

@@ -3,8 +3,8 @@
 Idea: a page that opens from a file, anywhere, years later: no script, no request (a content policy
 forbids both), pictures as inline SVG that follow the reader's light or dark setting, one column
 that fits a phone. `page.html` is the page as a Jinja template, which escapes whatever a model wrote
-and marks each of its tokens as drafted and accepted or as the target's own; here is computed what
-goes into it.
+and marks each of its tokens as drafted and accepted, as corrected, or as the target's own; here is
+computed what goes into it.
 
 Left out: a web server, search, and every row of a run (`row` events are samples).
 
@@ -28,7 +28,8 @@ HERE = Path(__file__).parent
 
 def _style() -> str:
     """The style sheet; colours are variables with a light and a dark value."""
-    extra = {"paper": ("#ffffff", "#15181c"), "drafted": ("#d5efe5", "#12402f")}
+    extra = {"paper": ("#ffffff", "#15181c"), "drafted": ("#d5efe5", "#12402f"),
+             "corrected": ("#fbe9cf", "#4a3210")}  # fmt: skip
     light, dark = (
         "".join(f"--{name}:{pair[side]};" for name, pair in (COLOURS | extra).items())
         for side in (0, 1)

@@ -192,7 +192,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     def change(first: str, last: str) -> str:
         return f"{number(summary.get(first))} -> {number(summary.get(last))}"
 
-    accept = "tokens per verify step and row, likewise"
+    accept = "tokens per forward and row, first third -> last third"
     rows = [
         ("Reward", change("reward_first", "reward_last"), "mean, first third -> last third"),
         ("Accept length", change("accept_first", "accept_last"), accept),

@@ -17,6 +17,8 @@ How to try it: `minitlt train`, `pytest tests/test_rl.py`.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +44,7 @@ from minitlt.linear import decoding_dtype
 from minitlt.models import resolve_drafter
 from minitlt.ngram import MergedDrafter, NgramDrafter
 from minitlt.spec import Arm, Bandit, Rollout, RolloutEngine, SamplingParams
-from minitlt.spot import INLINE, OFF, SpotConfig, SpotTrainer
+from minitlt.spot import INLINE, OFF, Receipt, SpotConfig, SpotTrainer
 from minitlt.target import make_target
 from minitlt.weights import full_parameters, weights_fingerprint
 
@@ -178,20 +180,21 @@ class MiniTLTTrainer(GRPOTrainer):
         if training:
             parts.spot.begin(step)
             parts.engine.bandit.renew(parts.ngram.name)  # a policy that moved repeats other things
-        self._write(
-            "rollout_start", step=step, rows=len(prompts), version=parts.engine.policy_version
-        )
+            version = parts.engine.policy_version
+            self._write("rollout_start", step=step, rows=len(prompts), version=version)
         rollout = parts.engine.generate(prompts, self.sampling, keys)
         self.guards.rollout(keys, rollout)
-        self._log_rollout(step, rollout)
-        if training:
-            self._use_idle_time(step, rollout)
+        if training:  # the run log, idle time and checks are of training alone
+            swaps = self._log_rollout(step, rollout)
+            receipt = self._use_idle_time(step, rollout)
             every = self.rollout_config.check_every
             if every and (self.generation - 1) % every == 0 and self.sampling.temperature > 0:
                 row = keys[0] % len(keys)
                 self._check_logprobs(prompts[row], rollout, row)
-        self.last_rollout, self.last_prompts = rollout, prompts
-        self._record_metrics("train" if training else "eval", rollout)
+            self._record_metrics("train", rollout, receipt, swaps)
+            self.last_rollout, self.last_prompts = rollout, prompts
+        else:
+            self._record_metrics("eval", rollout)
         return rollout.completion_ids, rollout.logprobs
 
     def refresh_weights(self) -> None:
@@ -262,15 +265,15 @@ class MiniTLTTrainer(GRPOTrainer):
         seed = self.args.seed
         return [row_key(seed, generation, first + i) for i in range(num_rows)]
 
-    def _use_idle_time(self, step: int, rollout: Rollout) -> None:
+    def _use_idle_time(self, step: int, rollout: Rollout) -> Receipt:
         """Harvest until the last rank is done and merge; then all ranks agree on a vocabulary."""
         parts = self.speculation
-        if parts.spot.mode == OFF:
-            return
         if parts.spot.mode == INLINE:
-            parts.spot.inline(step, rollout.stats.seconds)
+            receipt = parts.spot.inline(step, rollout.stats.seconds)
         else:
-            parts.spot.harvest(step)
+            receipt = parts.spot.harvest(step)
+        if parts.spot.mode == OFF:
+            return receipt
         counts = parts.trainer.buffer.counts()
         if self.accelerator.num_processes > 1:
             counts = counts.to(self.accelerator.device)
@@ -279,10 +282,11 @@ class MiniTLTTrainer(GRPOTrainer):
         parts.trainer.buffer.next_step()
         parts.proposer.reload()
         parts.engine.bandit.renew(parts.proposer.name)
+        return receipt
 
     def _between_steps(self, engine: RolloutEngine) -> None:
         self.speculation.between_steps(engine)
-        if (now := time.perf_counter()) < self._tell_at:
+        if (now := time.perf_counter()) < self._tell_at or not self.model.training:
             return
         self._tell_at = now + 1.0
         stats, active, seconds = engine.stats, len(engine.active), now - engine.started
@@ -302,7 +306,8 @@ class MiniTLTTrainer(GRPOTrainer):
         if self.event_log is not None:
             self.event_log.write(event, **fields)
 
-    def _log_rollout(self, step: int, rollout: Rollout) -> None:
+    def _log_rollout(self, step: int, rollout: Rollout) -> int:
+        """Returns how many hot swaps the rollout had."""
         stats = rollout.stats
         self._write(
             "rollout_end",
@@ -315,21 +320,30 @@ class MiniTLTTrainer(GRPOTrainer):
             accept_by_position=stats.accept_by_position,
             drafts_by_position=stats.drafted,
             lengths=[len(c) for c in rollout.completion_ids],
+            digest=hashlib.sha256(json.dumps(rollout.completion_ids).encode()).hexdigest()[:16],
             truncated=rollout.finish_reasons.count("length"),
             arms=stats.arms,
             arms_by_rows=stats.arms_by_rows,
             drafter_version=self.speculation.trainer.version,
             active_trace=[list(pair) for pair in stats.active_trace],
         )
-        for result in self.speculation.swap_results():
+        swaps = self.speculation.swap_results()
+        for result in swaps:
             self._write("swap_result", step=step, **result)
+        return len(swaps)
 
-    def _record_metrics(self, mode: str, rollout: Rollout) -> None:
+    def _record_metrics(
+        self, mode: str, rollout: Rollout, receipt: Receipt | None = None, swaps: int = 0
+    ) -> None:
         """TRL's own metrics get ours beside them, as sums over ranks (one gather)."""
         stats = rollout.stats
         mine = [float(stats.tokens), stats.row_steps, stats.verify_steps, stats.seconds]
+        if receipt:
+            trained = receipt.drafter_steps
+            loss = receipt.loss_last * trained if trained else 0.0
+            mine += [receipt.available_s, receipt.harvested_s, trained, loss, swaps]
         every = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device))
-        tokens, row_steps, steps, _ = every.sum(0).tolist()
+        tokens, row_steps, steps, _, *idle = every.sum(0).tolist()
         slowest = every[:, 3].max().item()
         metrics = {
             "spec/accept_length": tokens / max(row_steps, 1),
@@ -337,6 +351,11 @@ class MiniTLTTrainer(GRPOTrainer):
             "rollout/seconds": slowest,
             "rollout/tokens_per_second": tokens / max(slowest, 1e-9),
         }
+        names = ("idle_seconds", "harvested_seconds", "drafter_steps", "drafter_loss", "swaps")
+        spot = dict(zip(names, idle, strict=False))  # an evaluation has none of them
+        if spot.get("drafter_steps"):
+            spot["drafter_loss"] /= spot["drafter_steps"]
+        metrics |= {f"spot/{name}": x for name, x in spot.items() if x or name != "drafter_loss"}
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
 
@@ -353,6 +372,7 @@ class RunLogCallback(TrainerCallback):
         self.trainer = trainer
         self.fields: dict[str, Any] = {}
         self._read: dict[str, int] = {}  # how many values of TRL's lists earlier steps have added
+        self._sampled: Rollout | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.guards.rewards(self.trainer.reward_funcs)
@@ -382,9 +402,12 @@ class RunLogCallback(TrainerCallback):
     def _sample_rows(self, step: int) -> None:
         trainer = self.trainer
         rollout, tokenizer = trainer.last_rollout, trainer._tokenizer
-        if rollout is None:
+        if rollout is None or rollout is self._sampled:  # a step on an earlier generation
             return
-        for i in range(min(trainer.rollout_config.sample_rows, len(rollout.completion_ids))):
+        self._sampled = rollout
+        of_each_group = sorted(range(len(rollout.completion_ids)),
+                               key=lambda i: i % trainer.args.num_generations)  # fmt: skip
+        for i in of_each_group[: trainer.rollout_config.sample_rows]:
             tokens = rollout.completion_ids[i]
             trainer._write(
                 "row",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import platform
 import shutil
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import takewhile, zip_longest
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 from datasets import load_dataset
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback
+from transformers.integrations import get_available_reporting_integrations
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, get_dataset, get_peft_config
 from trl.scripts.grpo import GRPOScriptArguments
 
@@ -68,6 +71,7 @@ from minitlt.tasks import Task, encode_prompt, load_task
 from minitlt.tensorfile import read_tensors, write_tensors
 
 _TRL_CLASSES = (GRPOConfig, ModelConfig, GRPOScriptArguments, DatasetMixtureConfig)
+_log = logging.getLogger("minitlt")
 _STATE = "minitlt"  # our part of a checkpoint folder
 _PROOF_GENERATION = 1 << 41  # keys of the final comparison, never used by training
 
@@ -120,8 +124,9 @@ def prepare(
         raise ConfigError("no data: give task.name, dataset_name or datasets")
     if args.eval_strategy != "no" and config.task:
         raise ConfigError("eval_strategy: a task has no test split; use dataset_name, or 'no'")
-    if model.load_in_4bit or model.load_in_8bit:
-        raise ConfigError("load_in_4bit, load_in_8bit: quantised policies are not supported")
+    if (script.dataset_streaming or mixture.streaming) and args.max_steps < 1:
+        raise ConfigError("streaming: a stream has no length; give max_steps")
+    _check_packages(args, model)
     if not config.task:
         resolve_rewards(script.reward_funcs or [])  # names are checked here, not in a rank
         algebra.append("data set: not checked, TRL loads it when training begins")
@@ -131,6 +136,18 @@ def prepare(
     planned_sampling(prepared)
     _check_prompts(prepared)
     return prepared
+
+
+def _check_packages(args: GRPOConfig, model: ModelConfig) -> None:
+    """What TRL's fields ask for and only a rank would find missing."""
+    if model.load_in_4bit or model.load_in_8bit:
+        raise ConfigError("load_in_4bit, load_in_8bit: quantised policies are not supported")
+    if model.use_peft and not find_spec("peft"):
+        raise ConfigError('use_peft: needs peft; pip install peft, or ".[lora]" in the clone')
+    for name in args.report_to:
+        if name not in get_available_reporting_integrations():
+            raise ConfigError(f"report_to: {name!r} is not installed (pip install {name}), or is "
+                              "no tracker that TRL knows")  # fmt: skip
 
 
 def planned_sampling(prepared: Prepared, **more: Any) -> SamplingParams:
@@ -184,14 +201,29 @@ def _trl_configs(values: dict[str, Any], run_dir: Path, world_size: int) -> tupl
         grpo.setdefault("use_cpu", True)
         grpo.setdefault("bf16", False)
     grpo.setdefault("report_to", "none")
+    if grpo.get("resume_from_checkpoint"):
+        raise ConfigError("resume_from_checkpoint: leave it out; `minitlt train --resume RUN` goes "
+                          "on with a run folder")  # fmt: skip
+    if (wish := grpo.get("output_dir")) and os.environ.get("RANK", "0") == "0":
+        _log.warning("output_dir %s: not used, all output goes to %s (--run-dir)", wish, run_dir)
     grpo["output_dir"] = str(run_dir / "checkpoints")
     algebra = batch_algebra(_batch_sizes(grpo, world_size), world_size)  # TRL's message has none
     try:
         with warnings.catch_warnings():  # TRL fills in fields that transformers is renaming
             warnings.simplefilter("ignore", FutureWarning)
-            return *(cls(**sorted_values[cls]) for cls in _TRL_CLASSES), algebra
+            made = [cls(**sorted_values[cls]) for cls in _TRL_CLASSES]
+            filled = ", ".join(f"{name} {value}" for name, value in resolved(made[0]).items())
+            return *made, [f"resolved: {filled}", *algebra]
     except Exception as error:  # whatever its many checks raise
         raise ConfigError(f"TRL: {one_line(error)}") from error
+
+
+def resolved(args: GRPOConfig) -> dict[str, Any]:
+    """Fields that are filled in where they are not given, by us for this machine or by TRL."""
+    names = ("use_cpu", "bf16", "report_to", "max_completion_length", "num_generations",
+             "per_device_train_batch_size", "steps_per_generation", "learning_rate", "beta",
+             "temperature", "gradient_checkpointing", "save_strategy", "seed")  # fmt: skip
+    return {name: getattr(args, name) for name in names}
 
 
 def _batch_sizes(given: dict[str, Any], world_size: int) -> SimpleNamespace:
@@ -310,7 +342,12 @@ def hub_dataset(prepared: Prepared, split: str) -> Any:
     script = prepared.script
     if prepared.mixture.datasets:
         return get_dataset(prepared.mixture)[split]
-    return load_dataset(script.dataset_name, name=script.dataset_config, split=split)
+    return load_dataset(
+        script.dataset_name,
+        name=script.dataset_config,
+        split=split,
+        streaming=script.dataset_streaming,
+    )
 
 
 def _write_run_event(log: EventLog, prepared: Prepared, trainer: MiniTLTTrainer) -> None:
@@ -319,8 +356,9 @@ def _write_run_event(log: EventLog, prepared: Prepared, trainer: MiniTLTTrainer)
     target = trainer.speculation.engine.target
     log.write(
         "run",
-        config={"nproc": prepared.config.nproc, **prepared.config.trl}
-        | {name: getattr(prepared.config, name) for name in BLOCKS},
+        config={"nproc": prepared.config.nproc, **prepared.config.trl, **resolved(prepared.args)}
+        | {"task": prepared.config.task}
+        | {name: dataclasses.asdict(getattr(prepared, name)) for name in BLOCKS[1:]},
         versions={"python": platform.python_version()} | versions,
         world_size=trainer.accelerator.num_processes,
         target={

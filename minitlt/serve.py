@@ -42,6 +42,7 @@ from minitlt.tasks import encode_prompt, is_prompt
 
 _CHUNK = 1024  # prompts handed to the engine at once; it refills its slots from them
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_ADAPTER = "adapter_config.json"  # what a LoRA run's policy has in the place of config.json
 _NO_CODE = {"trust_remote_code": False}  # left out, transformers would ask on the terminal
 _ROW = b'{"index": '  # what every line of the output begins with
 Prompt = str | list[dict[str, Any]]
@@ -62,8 +63,9 @@ def load_served(
 ) -> Served:
     """Loads a model for generation. ValueError names the argument that is wrong.
 
-    model: folder, Hub id or the default model's name. drafter: see `resolve_drafter`; "" for none.
-    arms: ways to draft (`spec.Arm.parse`). dtype: fp32, bf16, or auto (bf16 on a GPU).
+    model: folder (a LoRA adapter's, too), Hub id or the default model's name. drafter: see
+    `resolve_drafter`; "" for none. arms: ways to draft (`spec.Arm.parse`). dtype: fp32, bf16, or
+    auto (bf16 on a GPU).
     """
     if dtype not in ("auto", *_DTYPES):
         raise ValueError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
@@ -75,7 +77,10 @@ def load_served(
             raise ValueError(f"--arms: {arm.name!r} has no drafter; sources: ngram, eagle, merged")
         if arm.source in ("eagle", "merged") and not drafter:
             raise ValueError(f"--arms: {arm.name!r} needs a draft model; give --drafter DIR")
-    path, folder = resolve_model(model), resolve_drafter(drafter) if drafter else None
+    adapter = Path(model).expanduser()
+    of_lora = (adapter / _ADAPTER).is_file()
+    path = resolve_model(_under(adapter) if of_lora else model)
+    folder = resolve_drafter(drafter) if drafter else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights = _DTYPES.get(dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
     with reading(Path(path)):
@@ -85,6 +90,8 @@ def load_served(
     eagle = _read_drafter(folder, config, weights, device) if folder else None
     with reading(Path(path)):
         module = AutoModelForCausalLM.from_pretrained(path, dtype=weights, **_NO_CODE).to(device)
+    if of_lora:
+        module, path = _merged(module, adapter), str(adapter)
     stop_ids = stop_tokens(module, tokenizer)
     target = make_target(module, dtype=weights, device=device)
     if eagle is not None:
@@ -95,6 +102,23 @@ def load_served(
         target, drafters, Bandit(chosen), max_rows=max_rows, decode=tokenizer.decode
     )
     return Served((str(Path(path).resolve()), dtype), engine, tokenizer, stop_ids)
+
+
+def _merged(module: Any, adapter: Path) -> Any:
+    """The model with a LoRA adapter's weights in its own. ValueError without peft."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ValueError(f"{str(adapter)!r} is a LoRA adapter and needs peft: pip install peft"
+                         ) from error  # fmt: skip
+    with reading(adapter):
+        return PeftModel.from_pretrained(module, str(adapter)).merge_and_unload()
+
+
+def _under(adapter: Path) -> str:
+    """The model under a LoRA adapter."""
+    with reading(adapter / _ADAPTER):
+        return str(json.loads((adapter / _ADAPTER).read_text())["base_model_name_or_path"])
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -371,8 +395,6 @@ def _policy_of(run: str) -> str:
     policy = Path(run).expanduser() / "policy"
     if (policy / "config.json").is_file():
         return str(policy)
-    adapter = policy / "adapter_config.json"
-    if adapter.is_file():
-        with reading(adapter):
-            return str(json.loads(adapter.read_text())["base_model_name_or_path"])
+    if (policy / _ADAPTER).is_file():
+        return _under(policy)
     raise ValueError(f"{run!r} holds no policy/; give --model, what the drafter drafts for")

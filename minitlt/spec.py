@@ -77,7 +77,9 @@ class Row:
     replay: list[int]  # what it must emit; empty: whatever the target samples
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)  # per token: 1 = drafted and accepted
+    # Per token: 1 = drafted and accepted, 2 = corrected (what was drafted there differed), 0 = the
+    # target's own, where nothing was drafted.
+    accepted: list[int] = field(default_factory=list)
     stopped: bool = False  # by a stop string
     finish_reason: str = ""
 
@@ -343,13 +345,18 @@ class RolloutEngine:
 
     def _fetch(self, draft: Draft, verified: Verified) -> list[list[int]]:
         """What the rows emitted, in one transfer to the host: into `active` and the statistics."""
-        counts_B3 = torch.stack(
-            [verified.num_emit_B, verified.num_nan_B, depths(draft.parents_BT).amax(1)], dim=1
+        last_B1 = verified.num_emit_B[:, None] - 1
+        drafted_BT = draft.parents_BT == verified.nodes_BD.gather(1, last_B1)
+        right_BT = drafted_BT & (draft.tokens_BT == verified.tokens_BD.gather(1, last_B1))
+        marks_B = 2 * drafted_BT.any(1).long() - right_BT.any(1).long()  # of the last token
+        deepest_B = depths(draft.parents_BT).amax(1)
+        counts_B4 = torch.stack(
+            [verified.num_emit_B, verified.num_nan_B, deepest_B, marks_B], dim=1
         )
-        parts = (counts_B3, verified.tokens_BD, verified.logprobs_BD)
+        parts = (counts_B4, verified.tokens_BD, verified.logprobs_BD)
         table = torch.cat([part.double() for part in parts], dim=1).tolist()  # exact in fp64
         most, emitted = verified.tokens_BD.shape[1], []
-        for row, (num, num_nan, _, *values) in zip(self.active, table, strict=True):
+        for row, (num, num_nan, _, mark, *values) in zip(self.active, table, strict=True):
             tokens, logprobs = [int(t) for t in values[: int(num)]], values[most:]
             if num_nan and -torch.inf in logprobs:
                 raise RuntimeError(
@@ -363,7 +370,7 @@ class RolloutEngine:
                 tokens = tokens[:end]
             row.tokens += tokens
             row.logprobs += logprobs[: len(tokens)]
-            row.accepted += [1] * (len(tokens) - 1) + [0]
+            row.accepted += ([1] * (int(num) - 1) + [int(mark)])[: len(tokens)]
             self.stats.nan_logits += int(num_nan)
             emitted.append(tokens)
         drafted = [int(depth) for _, _, depth, *_ in table]

@@ -214,6 +214,7 @@ class _Fake:
             accept_by_position=[hit / n for hit, n in zip(accepted, drafted, strict=True) if n],
             drafts_by_position=[n for n in drafted if n],
             lengths=lengths,
+            digest=f"{sum(lengths):016x}",
             truncated=sum(length == CAP for length in lengths),
             arms={name: counts for name, counts in arms.items() if counts["steps"]},
             arms_by_rows=by_rows,
@@ -287,7 +288,7 @@ class _Fake:
         texts = [" " + rng.choice(WORDS) for _ in range(rng.randrange(30, 90))]
         if row == 0:
             texts[3:3] = [HOSTILE, "\n"]
-        flags = [int(rng.random() < skill) for _ in texts]
+        flags = [int(rng.random() < skill) or 2 * (rng.random() < 0.5) for _ in texts]
         self.logs[0].write(
             "row",
             step=step,

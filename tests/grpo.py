@@ -32,7 +32,8 @@ def reward_short(completions, **_):
 def make_trainer(model_dir, out_dir, *, rows=8, steps=3, length=24, arms=("off",), **extra):
     sizes = {"draft_vocab_size": 64, "pack_tokens": 64, "buffer_tokens": 4096}
     drafter = DrafterConfig(**sizes, start=str(extra.pop("start", "target")))
-    given = {k: extra.pop(k) for k in ("rollout", "log", "spot", "peft_config") if k in extra}
+    ours = ("rollout", "log", "spot", "peft_config", "eval_dataset")
+    given = {name: extra.pop(name) for name in ours if name in extra}
     args = GRPOConfig(
         output_dir=str(Path(out_dir) / "checkpoints"),
         use_cpu=extra.pop("use_cpu", True),

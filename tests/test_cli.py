@@ -446,7 +446,8 @@ def test_compare_finds_equal_runs_equal_and_one_bit_different(tmp_path):
 @pytest.mark.parametrize(
     ("event", "field", "message"),
     [
-        ("rollout_end", "lengths", "completion lengths: 1 of 6 differ, first at step 2, rank 0"),
+        ("rollout_end", "lengths", "completions: 1 of 6 differ, first at step 2, rank 0"),
+        ("rollout_end", "digest", "completions: 1 of 6 differ, first at step 2, rank 0"),
         ("row", "completion", "sample completions and rewards: 2 of 6 differ, first at step 2"),
         ("update", "reward", "reward, loss and gradient norm: 1 of 3 differ, first at step 2"),
     ],
@@ -465,6 +466,12 @@ def test_compare_names_the_first_difference(tmp_path, event, field, message):
 
 def test_compare_says_what_is_missing(tmp_path):
     left, right = make_run(tmp_path / "left"), make_run(tmp_path / "right")
+    for run in (left, right):
+        log = tmp_path / run.name / "events.jsonl"
+        lines = [line for line in log.read_text().splitlines() if '"rollout_end"' not in line]
+        log.write_text("\n".join(lines) + "\n")
+    assert differences(left, right) == ["completions: neither run has logged any"]
+    left, right = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     (right / "policy" / "model.safetensors").unlink()
     assert differences(left, right) == [f"policy: {right / 'policy'} holds no safetensors"]
 

@@ -10,11 +10,15 @@ import io
 import re
 import tokenize
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+import yaml
+from tiny import save_tiny_model
 
 from minitlt.cli import app
+from minitlt.events import read_events
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -112,6 +116,51 @@ def test_minutes_of_the_reading_order_are_those_of_the_files():
         assert minutes == pytest.approx(expected, rel=0.125), (names, expected)
         total += minutes
     assert 225 <= total <= 255 and "four hours in all" in order, total
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_python_example_of_the_readme_trains(tmp_path, monkeypatch):
+    """As it stands, but for a tiny model, a CPU and one short step."""
+    monkeypatch.chdir(tmp_path)
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    model = str(save_tiny_model(tmp_path / "model", max_position_embeddings=1024))
+    small = "GRPOConfig(use_cpu=True, bf16=False, max_steps=1, max_completion_length=8, "
+    changes = {'"Qwen/Qwen2.5-0.5B-Instruct"': repr(model), "GRPOConfig(": small}
+    head, brace, rest = code.partition("trainer = ")
+    for old, new in changes.items():
+        assert rest.count(old) == 1
+        rest = rest.replace(old, new)
+    names: dict[str, Any] = {}
+    exec(head + brace + rest, names)
+    trainer, task = names["trainer"], names["task"]
+    assert trainer.state.global_step == 1
+    assert trainer.reward_weights.tolist() == pytest.approx(task.reward_weights)
+    assert read_events(tmp_path / "runs" / "mine" / "events.jsonl")
+    trainer.speculation.spot.close()
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 250
+
+
+def test_ci_runs_what_people_run():
+    """The workflow calls one script, and the script nothing but targets of the Makefile."""
+    [job] = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    script, makefile = ROOT / ".ci/run", (ROOT / "Makefile").read_text()
+    assert script.stat().st_mode & 0o100
+    targets = re.findall(r"^make (\w+)$", script.read_text(), re.MULTILINE)
+    assert {"test", "lessons", "check"} <= set(targets)
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_tests_of_losslessness_are_listed_once():
+    listed = re.search(r"^LOSSLESS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    for name in listed.split():
+        assert (ROOT / f"tests/test_{name}.py").is_file(), name
+    for page in ("README.md", "CONTRIBUTING.md", ".github/pull_request_template.md"):
+        assert "make lossless" in (ROOT / page).read_text(), page
 
 
 def test_every_command_in_the_documents_exists():

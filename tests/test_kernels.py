@@ -522,6 +522,7 @@ def test_dispatch_obeys_the_environment_and_says_so_once(monkeypatch, caplog):
 
 def test_benchmark_reports_no_speed_behind_a_failed_gate(tmp_path, monkeypatch, capsys):
     path = Path(__file__).parent.parent / "benchmarks" / "kernels.py"
+    monkeypatch.syspath_prepend(path.parent)  # for _machine.py beside it
     spec = importlib.util.spec_from_file_location("kernel_benchmark", path)
     bench = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "kernel_benchmark", bench)
@@ -535,6 +536,8 @@ def test_benchmark_reports_no_speed_behind_a_failed_gate(tmp_path, monkeypatch, 
     assert bench.main(arguments) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report == json.loads(out.read_text())
+    assert report["commit"] and report["versions"]["torch"] and report["seed"] == 0
+    assert report["machine"]["processor"] and report["machine"]["threads"]
     assert all(op["gate"] == "passed" and op["us"] > 0 for op in report["ops"].values())
     assert 0 < report["cpu_verify_share_of_forward"] < 1
     broken = K.gumbel_topk_ref(torch.zeros(2, 100), keys(2), torch.arange(2), torch.zeros(2), 1)

@@ -4,6 +4,8 @@ notebook holds the same cells.
 Run: pytest tests/test_lessons.py (seconds); pytest -m slow tests/test_lessons.py (the rest).
 """
 
+import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +15,9 @@ import pytest
 LESSONS = Path(__file__).parent.parent / "lessons"
 sys.path.insert(0, str(LESSONS))
 import build  # noqa: E402
+import toy  # noqa: E402
+
+from minitlt.rl import MiniTLTTrainer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
 SLOW = {"05", "06", "07"}  # three drafters; two processes; two training runs
@@ -51,6 +56,20 @@ def test_a_notebook_is_in_step_with_its_lesson(lesson):
     outputs = [out for cell in book.cells for out in cell.get("outputs", [])]
     assert sum(out.output_type == "display_data" for out in outputs) == 1
     assert any("Not " in out.get("text", "") for out in outputs), "the stub must not be solved"
+
+
+def test_notebook_7_prints_the_librarys_own_source():
+    """If this fails: python lessons/build.py 07."""
+    book = nbformat.read(build.NOTEBOOKS / "07_grpo_on_trl.ipynb", as_version=4)
+    printed = [out.get("text", "") for cell in book.cells for out in cell.get("outputs", [])]
+    assert inspect.getsource(MiniTLTTrainer._generate_single_turn) + "\n" in printed
+
+
+def test_the_size_of_the_toy_is_said_as_it_is():
+    size = sum(parameter.numel() for parameter in toy.load_model().parameters())
+    for name in ("toy.py", "02_the_long_tail.py", "README.md"):
+        said = re.findall(r"([\d,]+) weights", (LESSONS / name).read_text())
+        assert said == [f"{size:,}"], name
 
 
 @pytest.mark.parametrize("lesson", build.LESSONS, ids=lambda lesson: lesson.stem)

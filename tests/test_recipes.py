@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ from trl import GRPOConfig
 from typer.testing import CliRunner
 
 from minitlt.cli import app
-from minitlt.config import recipe_paths
+from minitlt.config import RolloutConfig, recipe_paths
+from minitlt.eagle3 import DrafterConfig
 from minitlt.rewards import resolve_rewards
+from minitlt.spot import SpotConfig
 
-FOLDER = Path(__file__).parent.parent / "recipes"
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "recipes"
 RECIPES = recipe_paths()
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -142,6 +146,13 @@ def test_smoke_of_a_plain_trl_file_adds_no_task(model_dir, tmp_path):
     assert "task" not in yaml.safe_load(done.stdout)
 
 
+def test_the_lora_recipe_is_the_one_before_with_lora():
+    whole, lora = (yaml.safe_load(RECIPES[name].read_text()) for name in list(RECIPES)[1:3])
+    differ = {key for key in whole | lora if whole.get(key) != lora.get(key)}
+    assert "use_peft" in differ
+    assert {key for key in differ if not key.startswith("lora_")} == {"use_peft", "learning_rate"}
+
+
 def test_the_table_lists_every_recipe_and_no_other():
     table = (FOLDER / "README.md").read_text()
     assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(RECIPES)
@@ -161,12 +172,22 @@ def test_the_nodes_page_has_a_config_that_accelerate_reads(tmp_path):
 
 def commands():
     """Every `minitlt ..` line of the pages, with continuations joined."""
-    for page in sorted(FOLDER.glob("*.md")):
+    for page in [*sorted(FOLDER.glob("*.md")), ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
         blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
         for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["minitlt"] and "NAME" not in words:
-                yield pytest.param(words[1:], id=f"{page.stem}-{words[1]}-{words[2]}")
+                name = " ".join([str(page.relative_to(ROOT)), *words[1:4]])
+                yield pytest.param(words[1:], id=name)
+
+
+def is_field(name):
+    """Whether the command line takes it: a field of TRL's, or one of ours under its block."""
+    block, dot, rest = name.partition(".")
+    known = {"rollout": RolloutConfig, "drafter": DrafterConfig, "spot": SpotConfig}
+    if dot:
+        return rest in {field.name for field in fields(known[block])}
+    return block in {"task", "nproc"} or block in {field.name for field in fields(GRPOConfig)}
 
 
 @pytest.mark.parametrize("words", list(commands()))
@@ -174,20 +195,31 @@ def test_commands_on_the_pages_exist(words):
     group = typer.main.get_command(app)
     command = group.commands[words[0]]
     known = {option for parameter in command.params for option in parameter.opts}
+    if words[0] == "bench":
+        known |= set(re.findall(r'"(--\w+)"', (ROOT / f"benchmarks/{words[1]}.py").read_text()))
     options = {word for word in words if word.startswith("--")}
     if not command.context_settings.get("ignore_unknown_options"):
         assert options <= known
     for word in words:
         if re.fullmatch(r"\d\d_\w+", word):
             assert word in RECIPES
-    for option in options - known:  # a field of TRL's or ours
-        assert option.startswith("--drafter.") or hasattr(GRPOConfig, option[2:])
+    for option in options - known:
+        assert is_field(option[2:]), option
 
 
-def test_the_vllm_page_uses_options_that_trl_has():
+def test_the_vllm_page_uses_options_that_trl_has(tmp_path):
+    from trl.scripts.grpo import make_parser
     from trl.scripts.vllm_serve import ScriptArguments
 
     text = (FOLDER / "vllm_server.md").read_text()
+    path = tmp_path / "grpo.yaml"
+    path.write_text(re.search(r"```yaml\n(.*?)```", text, re.DOTALL)[1])
+    words = ["--config", str(path), "--use_cpu", "true", "--bf16", "false"]
+    words += ["--use_vllm", "true", "--vllm_mode", "server"]
+    script, args, model, _ = make_parser().parse_args_and_config(words)  # unknown keys are errors
+    assert script.dataset_name and script.reward_funcs == ["accuracy_reward"]
+    assert args.max_completion_length == 16384 and args.learning_rate == 1e-6
+    assert f"--model {model.model_name_or_path}" in text
     serve = re.search(r"trl vllm-serve (.*?)\n\n", text, re.DOTALL)[1]
     for option in re.findall(r"--(\w+)", serve):
         assert option in ScriptArguments.__dataclass_fields__, option

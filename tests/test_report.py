@@ -478,8 +478,11 @@ PICTURES_BY_NAME = {function.__name__[5:]: i for i, function in enumerate(PICTUR
 def test_drafted_tokens_are_marked(fake, page):
     rows = [event for event in read_events(fake / "events.jsonl") if event["event"] == "row"]
     shown = [row for row in rows if row["step"] in (1, 12)]
-    drafted = sum(sum(row["token_flags"]) for row in shown)
-    assert page.count("<mark>") == drafted + 1  # and the word in the legend
+    flags = [flag for row in shown for flag in row["token_flags"]]
+    assert page.count("<mark>") == flags.count(1) + 1  # and the word in the legend
+    assert page.count("<mark class=corrected>") == flags.count(2) + 1 > 1
+    share = f"{100 * shown[0]['token_flags'].count(1) / len(shown[0]['token_flags']):.0f}"
+    assert f"{share}% were" in page
 
 
 def test_regret_by_hand():

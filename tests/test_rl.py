@@ -9,16 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from fake_run import check_event
-from grpo import SHARED_PROMPTS, make_trainer
+from grpo import SHARED_PROMPTS, make_trainer, reward_short
 from ranks import two_ranks
 from safetensors.torch import load_file
 from tiny import save_tiny_model
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from minitlt.config import ConfigError, RolloutConfig
 from minitlt.events import EventLog, read_events, table
 from minitlt.rl import Speculation, full_parameters, sampling_params
+from minitlt.spot import SpotConfig
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
 
@@ -124,7 +127,67 @@ def test_the_run_log_has_every_step_and_only_what_the_table_knows(model_dir, tmp
     logged = set().union(*trainer.state.log_history) - {"step"}
     known = table("Metrics in TRL's trackers")
     assert [name for name in logged if not any(fnmatch(name, one) for one in known)] == []
-    assert {name for name in known if name[:5] in ("spec/", "rollo", "guard")} <= logged
+    ours = {name for name in known if name.startswith(("spec/", "spot/", "rollout/", "guard/"))}
+    assert ours - {"spot/drafter_loss"} <= logged  # that one only where the drafter took a step
+
+
+def test_an_evaluation_has_metrics_of_its_own_and_leaves_the_run_log_alone(model_dir, tmp_path):
+    """Evaluated after steps 1 and 2; the log tells of two training rollouts, by their steps."""
+    log = EventLog(tmp_path / "events.jsonl", 0)
+    data = Dataset.from_dict({"prompt": ["say b", "count"]})
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": data}
+    trainer = make_trainer(
+        model_dir, tmp_path, steps=2, per_device_eval_batch_size=8, log=log, **evaluated
+    )
+    trainer.train()
+    assert trainer.evaluations == 2
+    evals = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert [entry["step"] for entry in evals] == [1, 2]
+    known = table("Metrics in TRL's trackers")
+    names = set().union(*evals) - {"step"}
+    assert [name for name in names if not any(fnmatch(name, one) for one in known)] == []
+    assert "eval_spec/accept_length" in names and "eval_spot/swaps" not in names
+    events = read_events(log.path)
+    for kind in ("rollout_start", "rollout_end"):
+        assert [event["step"] for event in events if event["event"] == kind] == [1, 2]
+    prompts = {event["prompt"] for event in events if event["event"] == "row"}
+    assert prompts and not any("say b" in prompt for prompt in prompts)
+
+
+def test_trackers_get_our_metrics_too(model_dir, tmp_path):
+    """What `report_to` is handed, with a drafter that trains inline: sums over ranks."""
+    seen = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    log = EventLog(tmp_path / "events.jsonl", 0)
+    spot = SpotConfig(mode="inline", inline_fraction=0.5, steps_per_window=2)
+    trainer = make_trainer(model_dir, tmp_path, steps=2, arms=("eagle-2",), log=log, spot=spot)
+    trainer.add_callback(Tracker())
+    trainer.train()
+    ends = [event for event in read_events(log.path) if event["event"] == "harvest_end"]
+    assert len(ends) == 2 and all(end["drafter_steps"] == 2 for end in ends)
+    for logs, end in zip(seen, ends, strict=False):
+        assert logs["spot/drafter_steps"] == 2 and logs["spot/swaps"] == 0
+        assert logs["spot/drafter_loss"] == pytest.approx(end["loss_last"], rel=1e-4)
+        assert logs["spot/idle_seconds"] == pytest.approx(end["available_s"], rel=1e-4)
+        assert logs["spot/harvested_seconds"] == pytest.approx(end["harvested_s"], rel=1e-4)
+
+
+def test_samples_are_of_several_groups(model_dir, tmp_path):
+    """8 rows in 2 groups of 4, three samples: rows 0 and 4, then 1; each with its own reward."""
+    log = EventLog(tmp_path / "events.jsonl", 0)
+    rollout = RolloutConfig(arms=["off"], sample_rows=3)
+    # one generation serves two steps, and is sampled once
+    trainer = make_trainer(model_dir, tmp_path, steps=2, log=log, rollout=rollout, num_iterations=2)
+    trainer.train()
+    rows = [event for event in read_events(log.path) if event["event"] == "row"]
+    assert [(row["step"], row["row"]) for row in rows] == [(1, 0), (1, 4), (1, 1)]
+    assert rows[0]["prompt"] == rows[2]["prompt"] != rows[1]["prompt"]
+    for row in rows:
+        assert row["reward"] == pytest.approx(reward_short([row["completion"]])[0], rel=1e-4)
 
 
 def test_the_engine_follows_every_optimizer_step(model_dir, tmp_path):

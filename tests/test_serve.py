@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import tiny_model
-from tiny import save_tiny_model
+from tiny import save_tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -69,6 +69,23 @@ def complete(server, skip=()):
     rows = []
     generate(server, PROMPTS, PARAMS, rows.append, seed=5, skip=skip)
     return sorted(rows, key=lambda row: row["index"])
+
+
+def test_the_policy_of_a_lora_run_is_its_adapter_merged(model_dir, tmp_path, monkeypatch):
+    """Same tokens as the merged model saved whole; without peft one line says what is missing."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_pretrained(model_dir)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, lora)
+    model.save_pretrained(tmp_path / "policy")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    tiny_tokenizer().save_pretrained(tmp_path / "merged")
+    adapted = complete(served(tmp_path / "policy"))
+    assert adapted == complete(served(tmp_path / "merged")) != complete(served(model_dir))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match="is a LoRA adapter and needs peft: pip install peft"):
+        served(tmp_path / "policy")
 
 
 @pytest.fixture(scope="module")

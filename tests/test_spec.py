@@ -310,6 +310,50 @@ def test_equality_is_a_property(
     assert [len(a) for a in got.accepted] == [len(c) for c in got.completion_ids]
 
 
+def right_then_wrong(truth: int, row: int, n: int) -> int:
+    return truth + (n > 0)
+
+
+class Forked(ScriptedDrafter):
+    """The right draft as a leaf beside a wrong one that goes deeper."""
+
+    def propose(self, rows, depth, width, nodes):
+        chain = super().propose(rows, 1, 1, 1).tokens_BT
+        wrong = (chain[:, 1:] + 1) % self.vocab
+        parents = torch.tensor([[-1, 0, 0, 2]] * len(chain))
+        return Draft(torch.cat([chain, wrong, wrong], 1), parents)
+
+
+@pytest.mark.parametrize(
+    ("draft", "arm", "marks"),
+    [
+        (oracle, "off", [0] * 7),
+        (oracle, "scripted-2", [1, 1, 0, 1, 1, 0, 0]),  # nothing is drafted for a last token
+        (SCRIPTS["anti_oracle"], "scripted-2", [2, 2, 2, 2, 2, 2, 0]),
+        (right_then_wrong, "scripted-3", [1, 2, 1, 2, 1, 2, 0]),
+        (right_then_wrong, "scripted-3x2", [1, 2, 1, 2, 1, 2, 0]),
+        (None, "scripted-2x2", [1, 0, 1, 0, 1, 0, 0]),
+    ],
+)
+def test_every_token_says_whether_it_was_drafted_corrected_or_neither(draft, arm, marks):
+    params, prompts = SamplingParams(max_new_tokens=7), random_prompts([4])
+    plain = run(params, prompts)
+    drafter = (ScriptedDrafter if draft else Forked)(known(prompts, plain), draft or oracle)
+    got = run(params, prompts, arm, [drafter])
+    assert_same(got, plain)
+    assert got.accepted == [marks]
+
+
+def test_a_drafted_token_that_ends_the_row_is_an_accepted_one():
+    params, prompts = SamplingParams(max_new_tokens=7), random_prompts([4])
+    tokens = run(params, prompts).completion_ids[0]
+    params = SamplingParams(max_new_tokens=7, stop_ids=(tokens[1],))
+    plain = run(params, prompts)
+    drafter = ScriptedDrafter(known(prompts, plain), oracle)
+    got = run(params, prompts, "scripted-3", [drafter])
+    assert got.completion_ids == [tokens[:2]] and got.accepted == [[1, 1]]
+
+
 def test_caches_equal_a_fresh_prefill_after_random_rounds():
     which = target(dtype=torch.float64)
     prompts = random_prompts([7, 3, 5])
