@@ -422,7 +422,9 @@ def warmup(
 def export(
     run: Annotated[str, typer.Argument(help="Run folder, or a drafter's folder or Hub id.")],
     dest: Annotated[Path, typer.Argument(help="Folder to write.")],
-    to: Annotated[str, typer.Option(help="sglang, vllm, speculators or native.")] = "sglang",
+    to: Annotated[
+        str, typer.Option(help="sglang, vllm, specforge, speculators or native.")
+    ] = "sglang",
     model: Annotated[str, typer.Option(help="Its target; default: the run's policy.")] = "",
     read_as: Annotated[str, typer.Option(help="sglang or vllm, for a foreign head.")] = "",
     check: Annotated[bool, typer.Option(help="Load it back and compare 3 steps.")] = False,

@@ -172,7 +172,9 @@ class ReplayBuffer:
             index = int(torch.multinomial(weights, 1, generator=random))
             (start, stop), row = spans[index], self.rows[index]
             length = min(stop - start, longest, num_pairs)
-            start += int(torch.randint(stop - start - length + 1, (), generator=random))
+            # Around a pair drawn evenly: a row's ends are in no fewer than half as many windows.
+            middle = start + int(torch.randint(stop - start, (), generator=random))
+            start = min(max(start, middle - length // 2), stop - length)
             context = max(0, start - self.config.context_tokens)
             windows.append(Window(row, context, start, start + length))
             sizes[index] = 0.0

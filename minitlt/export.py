@@ -4,13 +4,15 @@ One weights file serves everybody (`layers.0.*`, fc, norm, lm_head, and d2t / t2
 draft vocabulary is reduced); what differs is config.json:
 
 - sglang, vllm: architecture LlamaForCausalLMEagle3, the layer's sizes at the top level;
+- specforge: as sglang, with the layer called `midlayer`, to be trained on there;
 - speculators: the same facts nested under `transformer_layer_config`, the proposal method and the
   verifier beside them, and no top-level model_type (vLLM tells the two formats apart by that);
 - native: our own file, see `save_drafter`.
 
 Two traps are worth a sentence. `d2t` holds offsets (target id minus draft id), not ids. The tapped
 layers have one key with two meanings (SGLang: outputs of layers, vLLM: inputs), so the key is left
-out for EAGLE-3's default layers and written per engine otherwise.
+out for EAGLE-3's default layers and written per engine otherwise; read, both spellings of the
+default are the default.
 
 Left out: sharded and pickled files, EAGLE-1 heads, heads with a norm per tap or post-norm
 recurrence (refused by name).
@@ -47,7 +49,7 @@ from minitlt.eagle3 import (
 
 logger = logging.getLogger(__name__)
 
-LAYOUTS = ("sglang", "vllm", "speculators", "native")
+LAYOUTS = ("sglang", "vllm", "specforge", "speculators", "native")
 _IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 _REFUSED = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
 
@@ -79,6 +81,8 @@ def export_drafter(
         config = _engine_config(drafter.config, layout)
     config["torch_dtype" if layout != "speculators" else "dtype"] = str(dtype).split(".")[1]
     tensors = checkpoint_tensors(drafter, dtype)
+    if layout == "specforge":
+        tensors = {name.replace("layers.0.", "midlayer."): t for name, t in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(
         folder / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"})
@@ -140,7 +144,7 @@ def _engine_config(config: Eagle3Config, layout: str) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size,
     }
     if config.tap_layers != default_taps(config.num_target_layers):
-        shift = 1 if layout == "sglang" else 0
+        shift = 0 if layout == "vllm" else 1
         values["eagle_config"] = {_IDS_KEY: [i - shift for i in config.tap_layers]}
     return values
 
@@ -183,7 +187,7 @@ def import_drafter(
     """A drafter from any of the layouts, not yet tied.
 
     target: the facts of the model it shall draft for (`Eagle3Config.from_target`). layout: tells
-    the two meanings of custom tap layers apart ("sglang" or "vllm"); needed only where they are
+    the two meanings of custom tap layers apart ("sglang" or "vllm"); needed only where such are
     written down. ValueError names what does not fit; nothing is skipped in silence.
     """
     folder = Path(folder)
@@ -233,8 +237,9 @@ def _read_config(
     if (values.get("target_hidden_size") or layer["hidden_size"]) != layer["hidden_size"]:
         raise ValueError("drafters of another hidden size than their target are not supported")
     head = tensors.get("lm_head.weight")
+    unsaid = {"num_hidden_layers": 1, "rope_theta": 10_000.0}  # what LlamaConfig takes them for
     return replace(
-        Eagle3Config.from_target(SimpleNamespace(**{"num_hidden_layers": 1, **layer})),
+        Eagle3Config.from_target(SimpleNamespace(**unsaid | layer)),
         draft_vocab_size=layer["vocab_size"] if head is None else len(head),
         num_target_layers=target.num_target_layers,
         tap_layers=_read_taps(values, target, layout),
@@ -244,12 +249,15 @@ def _read_config(
 
 def _read_taps(values: dict[str, Any], target: Eagle3Config, layout: str) -> tuple[int, int, int]:
     ids = values.get(_IDS_KEY) or (values.get("eagle_config") or {}).get(_IDS_KEY)
+    default = default_taps(target.num_target_layers)
     if not ids:
-        return default_taps(target.num_target_layers)
+        return default
     if "speculators_model_type" not in values and layout not in ("sglang", "vllm"):
+        if tuple(ids) in (default, tuple(i - 1 for i in default)):
+            return default
         raise ValueError(
             f"{_IDS_KEY} means outputs of layers to SGLang and inputs to vLLM: say which layout "
-            "this drafter has"
+            "this drafter has (minitlt export .. --to native --read-as sglang or vllm)"
         )
     low, mid, high = (i + (layout == "sglang") for i in ids)
     return low, mid, high

@@ -5,7 +5,7 @@ no more than one vector each. `flatten` makes it, of everything that is averaged
 weight; after one all-reduce `unflatten` puts the sum back. Counters are not averaged: they take the
 maximum, which travels through the store.
 
-How to run: spot.py uses this; tests/test_spot.py.
+How to run: spot.py uses this; tests/test_merge.py.
 """
 
 from __future__ import annotations

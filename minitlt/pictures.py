@@ -344,9 +344,11 @@ def draw_harvest(runs: list[Run]) -> Drawn:
     key(ax, {"idle seconds of all ranks": "wait", "harvested": "harvest"})
     if not steps:
         return figure, f"{number(available)} idle seconds, and no drafter step in them."
+    saved = runs[0].column("saved_s")[1]
+    won = f" Drafts, of every source, saved the rollouts {number(sum(saved))} s." if saved else ""
     return figure, (
         f"{number(harvested)} of {number(available)} idle seconds became {number(steps)} drafter "
-        f"steps, for an overshoot of {number(overshoot)} s that others waited."
+        f"steps, for an overshoot of {number(overshoot)} s that others waited.{won}"
     )
 
 

@@ -61,6 +61,33 @@ def _accept_pairs(ends: Iterable[Event]) -> list[tuple[float, float]]:
     return [(end["tokens"], end["tokens"] / end["accept_len"]) for end in ends if end["accept_len"]]
 
 
+def _plain_costs(ends: Iterable[Event]) -> dict[str, float]:
+    """Active rows (by bucket) -> seconds of a token with the arm `off`, where it was used."""
+    sums: dict[str, list[float]] = {}
+    for end in ends:
+        for rows, arms in end.get("arms_by_rows", {}).items():
+            if off := arms.get("off"):
+                seconds, tokens = sums.get(rows, (0.0, 0))
+                sums[rows] = [seconds + off["seconds"], tokens + off["tokens"]]
+    return {rows: seconds / tokens for rows, (seconds, tokens) in sums.items() if tokens}
+
+
+def saved_seconds(end: Event, plain: dict[str, float]) -> float:
+    """What drafts have saved this rollout: their tokens at the plain cost of as many rows, less the
+    seconds they took. Numbers of rows at which the run never decoded plainly do not count.
+
+    >>> arms = {"off": {"seconds": 9, "tokens": 9}, "eagle-3": {"seconds": 5, "tokens": 20}}
+    >>> saved_seconds({"arms_by_rows": {"4": arms, "8": arms}}, plain={"4": 0.5})
+    5.0
+    """
+    return sum(
+        (arm["tokens"] * plain[rows] - arm["seconds"]
+         for rows, arms in end.get("arms_by_rows", {}).items() if rows in plain
+         for name, arm in arms.items() if name != "off"),
+        start=0.0,
+    )  # fmt: skip
+
+
 _OF_UPDATE = ("reward", "reward_std", "loss", "grad_norm", "mean_length", "kl", "entropy")
 _OF_WINDOWS = {"idle_available_s": "available_s", "idle_harvested_s": "harvested_s",
                "overshoot_s": "overshoot_s", "drafter_steps": "drafter_steps"}  # fmt: skip
@@ -71,6 +98,7 @@ def step_table(events: list[Event]) -> list[dict[str, Any]]:
     updates = {step: ranks[0] for step, ranks in by_step(events, "update").items()}
     rollouts, harvests = by_step(events, "rollout_end"), by_step(events, "harvest_end")
     clock = {id(event): at for event, at in zip(events, run_seconds(events), strict=True)}
+    plain = _plain_costs(end for ends in rollouts.values() for end in ends)
     rows = []
     for step in sorted(updates.keys() | rollouts.keys()):
         update, ends = updates.get(step, {}), rollouts.get(step, [])
@@ -85,6 +113,7 @@ def step_table(events: list[Event]) -> list[dict[str, Any]]:
             "tok_s": sum(end["tokens"] for end in ends) / slowest if slowest else None,
             "accept_len": ratio(_accept_pairs(ends)),
             "truncated": sum(end["truncated"] for end in ends) if ends else None,
+            "saved_s": sum(saved_seconds(end, plain) for end in ends) if plain and ends else None,
             **{name: sum(window[field] for window in windows) if windows else None
                for name, field in _OF_WINDOWS.items()},
             "drafter_loss": mean(window["loss_last"] for window in windows),

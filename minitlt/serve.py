@@ -354,6 +354,7 @@ _LAUNCH = {
     "speculators": "vllm serve {folder}",
     "native": "minitlt generate --model {target} --drafter {folder} --prompt ..",
 }
+_LAUNCH |= {"specforge": _LAUNCH["sglang"]}  # which reads either name of the layer
 
 
 def export(
@@ -383,7 +384,7 @@ def export(
     export_drafter(drafter, folder, to, target=where, target_architecture=architecture)
     lines = [f"wrote {folder} ({to})"]
     if check:
-        layout = to if to in ("sglang", "vllm") else ""
+        layout = "sglang" if to == "specforge" else to
         found = ", ".join(f"{x:.1e}" for x in check_export(drafter, folder, layout=layout))
         lines.append(f"checked: loaded back strictly; largest logit difference per step: {found}")
     return [*lines, "serve it: " + _LAUNCH[to].format(target=where, folder=folder.resolve())]

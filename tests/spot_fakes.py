@@ -1,8 +1,11 @@
-"""A drafter's trainer and a log that tests of idle time look into; ranks in one process."""
+"""A drafter's trainer and a log that tests of idle time look into; ranks as processes or in one."""
 
+import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,9 @@ import torch
 import torch.distributed as dist
 
 from minitlt.spot import SpotConfig, SpotTrainer
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "minitlt.spot"])
 
 
 class FakeTrainer:
@@ -96,3 +102,44 @@ def ranks_of_one_process(tmp_path: Path, num_ranks: int = 2) -> Iterator[list[Sp
         for rank in ranks:
             rank.close()
         dist.destroy_process_group()
+
+
+def _rank_main(
+    play: Callable[..., Any], rank: int, size: int, port: int, folder: str, answers: Any
+) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    group = dist.PrefixStore("gloo", store)
+    dist.init_process_group("gloo", store=group, rank=rank, world_size=size)
+    answers.put((rank, play(rank, store, folder)))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)  # the group's other rank may be dead: no orderly goodbye
+
+
+def play_ranks(play: Callable[..., Any], folder: Path, size: int = 2) -> dict[int, dict[str, Any]]:
+    """Runs `play(rank, store, folder)` in `size` processes; the answers of those that lived."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    answers = PROCESSES.Queue()
+    ranks = [
+        PROCESSES.Process(
+            target=_rank_main, args=(play, rank, size, server.port, str(folder), answers)
+        )
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    got: dict[int, dict[str, Any]] = {}
+    deadline = time.monotonic() + 40
+    while len(got) < size and time.monotonic() < deadline:
+        if not answers.empty():
+            rank, answer = answers.get()
+            got[rank] = answer
+        elif not any(process.is_alive() for process in ranks):
+            break
+        time.sleep(0.01)
+    for process in ranks:
+        process.kill()
+        process.join()
+    assert got, "no rank answered"
+    return got

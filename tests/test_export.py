@@ -106,7 +106,7 @@ def test_speculators_config(tmp_path):
         export_drafter(make_drafter(), tmp_path, "speculators")
 
 
-@pytest.mark.parametrize("layout", ["sglang", "vllm", "speculators", "native"])
+@pytest.mark.parametrize("layout", ["sglang", "vllm", "specforge", "speculators", "native"])
 @pytest.mark.parametrize("vocab", [0, 23])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_round_trip_over_three_recurrent_steps(tmp_path, layout, vocab, dtype):
@@ -124,6 +124,37 @@ def test_a_head_that_is_the_targets_is_written_out(tmp_path):
     drafter = make_drafter(23, torch.float32, train_head=False)
     _, tensors = read(export(drafter, tmp_path, "sglang", dtype=torch.float32))
     assert torch.equal(tensors["lm_head.weight"], drafter.target_rows())
+    assert max(check_export(drafter, tmp_path)) < 1e-4
+
+
+def test_specforge_calls_the_layer_midlayer(tmp_path):
+    config, tensors = read(export(make_drafter(23, torch.float32), tmp_path, "specforge"))
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    wanted = {name.replace("layers.0", "midlayer") for name in NAMES}
+    assert set(tensors) == wanted | {"lm_head.weight", "d2t", "t2d"}
+
+
+@pytest.mark.parametrize("ids", [None, [1, 3, 4], [2, 4, 5]])  # outputs and inputs of 8 layers
+def test_a_public_head_is_read_as_it_is(tmp_path, ids):
+    """Its config.json has the keys of the first published EAGLE-3 heads: no rope, no head_dim. The
+    layers' ids, where trained heads name them, are EAGLE-3's own in either counting."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    drafter = make_drafter(23, torch.float32, hidden_size=48, rope_parameters=rope)
+    export(drafter, tmp_path, "specforge", dtype=torch.float32)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+        "hidden_act": "silu", "hidden_size": 48, "initializer_range": 0.02,
+        "intermediate_size": 29, "max_position_embeddings": 512, "model_type": "llama",
+        "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "torch_dtype": "float16",
+        "transformers_version": "4.28.1", "use_cache": True, "vocab_size": W,
+        "draft_vocab_size": 23,
+    }  # fmt: skip
+    if ids:
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert import_drafter(tmp_path, drafter.config).config == drafter.config
     assert max(check_export(drafter, tmp_path)) < 1e-4
 
 

@@ -315,6 +315,21 @@ def test_accept_length_is_a_ratio_of_sums(tmp_path):
     assert step_table(read_events(tmp_path / "e.jsonl"))[0]["accept_len"] == pytest.approx(1.2)
 
 
+def test_saved_seconds_by_hand(tmp_path):
+    """A plain token of 4 rows costs 30 s / 60 = 0.5 s over all ranks. Rank 0 drafts 40 tokens in
+    12 s: 8 s saved; rank 1 drafts 10 in 7 s: 2 s lost. With 8 rows plain was never used."""
+    log = EventLog(tmp_path / "e.jsonl", rank=0)
+    arms = [
+        {"4": {"off": {"tokens": 20, "seconds": 9.0}, "eagle-3": {"tokens": 40, "seconds": 12.0}}},
+        {"4": {"off": {"tokens": 40, "seconds": 21.0}, "ngram-2": {"tokens": 10, "seconds": 7.0}},
+         "8": {"eagle-3": {"tokens": 90, "seconds": 1.0}}},
+    ]  # fmt: skip
+    common = {"step": 1, "seconds": 1.0, "tokens": 10, "accept_len": 1.0, "truncated": 0}
+    for log.rank in (0, 1):
+        log.write("rollout_end", **common, arms_by_rows=arms[log.rank])
+    assert step_table(read_events(log.path))[0]["saved_s"] == pytest.approx(6.0)
+
+
 def test_measured_keys_come_from_the_summary_event(fake):
     summary = summarize(read_events(fake / "events.jsonl"))
     assert set(summary) == set(table("summary"))

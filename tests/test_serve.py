@@ -263,7 +263,7 @@ def test_one_prompt_is_shown_as_it_grows(model_dir, capsys):
     assert "tokens/s, accept length 1.00" in shown.err
 
 
-@pytest.mark.parametrize("layout", ["sglang", "vllm", "speculators", "native"])
+@pytest.mark.parametrize("layout", ["sglang", "vllm", "specforge", "speculators", "native"])
 def test_exports_load_back_and_draft_again(model_dir, run_dir, expected, tmp_path, layout):
     lines = export(str(run_dir), tmp_path / layout, layout, check=True)
     assert "checked: loaded back strictly" in lines[1] and str(tmp_path) in lines[2]
