@@ -17,9 +17,9 @@ V, PROMPT = 7, [3, 5, 3, 1]
 
 
 @functools.cache
-def small():
-    model = tiny_model(vocab_size=V, num_hidden_layers=2, eos_token_id=2)
-    return model, make_target(model)
+def small(dtype=torch.float32):
+    model = tiny_model(dtype=dtype, vocab_size=V, num_hidden_layers=2, eos_token_id=2)
+    return model, make_target(model, dtype=dtype)
 
 
 def reference_law(params):
@@ -100,9 +100,10 @@ def text(tokens):
 
 @pytest.mark.parametrize("stop", ["ba", "<e", "d>", "bab", "é", "never said"])
 @pytest.mark.parametrize("script", sorted(SCRIPTS))
-def test_stop_strings_end_rows_alike_with_and_without_speculation(stop, script):
+@pytest.mark.parametrize("arm", ["scripted-4", "scripted-4x2"])
+def test_stop_strings_end_rows_alike_with_and_without_speculation(stop, script, arm):
     """The row ends with the token that completes the text, wherever token borders lie."""
-    _, target = small()
+    _, target = small(torch.float64)
     prompts, keys = [PROMPT] * 6, [row_key(9, 0, i) for i in range(6)]
     free = RolloutEngine(target).generate(prompts, SamplingParams(max_new_tokens=24), keys)
     params = SamplingParams(max_new_tokens=24, stop_strings=(stop, "absent"))
@@ -115,7 +116,7 @@ def test_stop_strings_end_rows_alike_with_and_without_speculation(stop, script):
         assert reason == ("stop" if ends else "length")
     known = {k: (len(PROMPT), c) for k, c in zip(keys, free.completion_ids, strict=True)}
     drafter = ScriptedDrafter(known, SCRIPTS[script], vocab=V)
-    bandit = Bandit([Arm.parse("scripted-4")])
+    bandit = Bandit([Arm.parse(arm)])
     engine = RolloutEngine(target, [drafter], bandit, decode=text, max_rows=4)
     got = engine.generate(prompts, params, keys)
     assert got.completion_ids == plain.completion_ids
@@ -176,9 +177,7 @@ def test_replay_of_ones_own_rollout_is_that_rollout():
     params = SamplingParams(max_new_tokens=20, stop_ids=(2,))
     prompts, keys = [PROMPT] * 5, many_keys(5)
     want = RolloutEngine(target).generate(prompts, params, keys)
-    wide = make_target(small()[0].double(), dtype=torch.float64)
-    small()[0].float()
-    for which in (target, wide):
+    for which in (target, small(torch.float64)[1]):
         got = RolloutEngine(which).generate(prompts, params, keys, replay=want.completion_ids)
         assert got.completion_ids == want.completion_ids
         assert got.finish_reasons == want.finish_reasons
