@@ -55,7 +55,11 @@ def plain():
     ids=" ".join,
 )  # fmt: skip
 def test_same_tokens_with_any_drafter(plain, arms):
-    assert House(arms).tokens() == plain
+    """And some drafts are right: copied ones the second time, when the index knows every text."""
+    house = House(arms)
+    for again in (False, True):
+        assert house.tokens() == plain
+        assert sum(house.engine.stats.accepted) > 8 or not again and arms[0].startswith("ngram")
 
 
 @pytest.mark.parametrize("source", ["ngram", "eagle"])

@@ -50,7 +50,7 @@ def test_every_sampling_option(verify, dtype):
         params = SamplingParams(max_new_tokens=16, **options)
         done = house.engine.generate(PROMPTS, params, KEYS)
         for tokens, reason in zip(done.completion_ids, done.finish_reasons, strict=True):
-            assert params.min_new_tokens <= len(tokens) <= 16
+            assert max(1, params.min_new_tokens) <= len(tokens) <= 16
             assert not set(tokens) & set(params.suppress_ids)
             ends = [n for n, token in enumerate(tokens, 1) if token in params.stop_ids]
             assert ends == ([len(tokens)] if reason == "stop" else [])
