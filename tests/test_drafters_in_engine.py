@@ -59,7 +59,8 @@ def test_same_tokens_with_any_drafter(plain, arms):
     house = House(arms)
     for again in (False, True):
         assert house.tokens() == plain
-        assert sum(house.engine.stats.accepted) > 8 or not again and arms[0].startswith("ngram")
+        if len(arms) == 1 and (again or "ngram" not in arms[0]):  # of several the clock chooses
+            assert sum(house.engine.stats.accepted) > 8
 
 
 @pytest.mark.parametrize("source", ["ngram", "eagle"])
