@@ -398,11 +398,13 @@ def residual(p_NV: Tensor, q_NV: Tensor, carry_N: Tensor) -> Tensor:
 
 
 def _law(logits_BTV: Tensor, temperatures_B: Tensor) -> Tensor:
-    """softmax(logits / T), one-hot at T = 0; fp32 [B, T, V]."""
-    x_NV = scaled(logits_BTV.flatten(0, 1), temperatures_B.repeat_interleave(logits_BTV.shape[1]))
-    sure_NV = torch.zeros_like(x_NV).scatter_(-1, x_NV.argmax(-1, keepdim=True), 1.0)
-    law_BTV, sure_BTV = (x.view(logits_BTV.shape) for x in (x_NV.softmax(-1), sure_NV))
-    return torch.where((temperatures_B > 0)[:, None, None], law_BTV, sure_BTV)
+    """softmax(logits / T); one-hot at T = 0, and at token 0 for a row of -inf. fp32 [B, T, V]."""
+    heat_N = temperatures_B.repeat_interleave(logits_BTV.shape[1])
+    x_NV = scaled(logits_BTV.flatten(0, 1), heat_N)
+    top_N1, token_N1 = x_NV.max(-1, keepdim=True)
+    sure_NV = torch.zeros_like(x_NV).scatter_(-1, token_N1, 1.0)
+    certain_N1 = (heat_N[:, None] == 0) | (top_N1 == -INF)
+    return torch.where(certain_N1, sure_NV, x_NV.softmax(-1)).view(logits_BTV.shape)
 
 
 def emit(

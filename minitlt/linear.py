@@ -45,7 +45,8 @@ class Linear:
     def load(self, weight: Tensor, bias: Tensor | None = None) -> None:
         weight = weight.detach().to(self.device, self.dtype)
         if self.packed:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+            self.weight = packed if self.weight is None else self.weight.copy_(packed)
         else:
             self.weight = put(self.weight, weight)
         if bias is not None:

@@ -17,7 +17,7 @@ heads per key/value head, D head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -227,3 +227,29 @@ def attend(
     out = F.scaled_dot_product_attention(q, keys, values, attn_mask=step.grouped_mask)
     out = out[:, :, :num_queries].view(num_rows, num_kv, group, num_nodes, head_dim)
     return out.permute(0, 3, 1, 2, 4).reshape(num_rows * num_nodes, -1)
+
+
+def attention_keeps_bits(shape: TargetShape, dtype: torch.dtype) -> bool:
+    """Whether a row's attention on this CPU has the same bits alone, in a chain and in company.
+
+    That is what the block sizes above are for; which ones it needs is a matter of processor.
+    """
+    random = torch.Generator().manual_seed(0)
+    cache = SlotCache(replace(shape, num_layers=1), dtype, torch.device("cpu"))
+    cache.reserve(2, 800)
+    cache.layers[0].normal_(generator=random)
+    q_NHD = torch.randn(2 * 22, shape.num_heads, shape.head_dim, generator=random, dtype=dtype)
+
+    def first_row(lengths: tuple[int, ...], num_nodes: int) -> Tensor:
+        size, lengths_B = (len(lengths), num_nodes), torch.tensor(lengths)
+        step = plan_step(lengths_B.new_zeros(size), lengths_B, None, 0, cache, masked=True)
+        step.stack_queries(shape.num_heads // shape.num_kv_heads, dtype)
+        keys, values = cache.read(0, step, size[0])
+        return attend(q_NHD[: size[0] * num_nodes], keys, values, step, size)[0]
+
+    for length in (130, 300):
+        alone = first_row((length,), 1)
+        cases = [((length,), 2), ((length,), 9), ((length,), 22), ((length, 700), 1)]
+        if not all(torch.equal(first_row(*case), alone) for case in cases):
+            return False
+    return True

@@ -14,8 +14,9 @@ decoding is the arm `off`, through the same code.
 from q is accepted by the ratio test p / q and repaired from the residual (`kernels.
 rejection_verify`), with noise streams of its own for drafts, coins and residual. Where the drafts
 were chosen and not drawn (copied text, trees), q is a point mass, and the ratio test comes down to
-one sample of p that is compared with the drafts. Not the block rule: its coins depend on drafts
-behind the one that fails, whose noise the next step draws with again.
+one sample of p that is compared with the drafts: of these children no rule accepts more. Not the
+block rule: its coins depend on drafts behind the one that fails, whose noise the next step draws
+with again.
 
 `generate(replay=...)` decodes recorded completions once more: the recorded token plays the part of
 the target's sample, so two configurations are timed on identical rollouts, whatever their dtype.

@@ -37,7 +37,14 @@ from torch import Tensor, nn
 from minitlt.draft import MAX_NODES, STATIC_ROPE, Taps
 from minitlt.graphs import StepGraphs, row_bucket
 from minitlt.linear import Linear, fewest_rows, put
-from minitlt.slots import SlotCache, Step, TargetShape, attend, plan_step
+from minitlt.slots import (
+    SlotCache,
+    Step,
+    TargetShape,
+    attend,
+    attention_keeps_bits,
+    plan_step,
+)
 
 logger = logging.getLogger(__name__)
 _FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -308,6 +315,11 @@ class LlamaTarget(Target):
             self.head.weight = self.head_weight  # one copy; if tied, the embedding's
         if self.device.type == "cpu" and not self.min_rows:
             self.min_rows, self.head.fewest = 1, fewest_rows(self.head)
+            if not attention_keeps_bits(self.shape, self.act_dtype):
+                logger.warning(
+                    "attention rounds a row in another way beside others on this processor: "
+                    "speculation may change a token where two nearly tie (the law stays)"
+                )
             fewest = {name: fewest_rows(linear) for name, linear in self.linears[0].items()}
             for name, linear in (pair for layer in self.linears for pair in layer.items()):
                 linear.fewest = fewest[name]

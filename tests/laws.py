@@ -4,8 +4,57 @@ import itertools
 
 import torch
 from kernel_cases import chi_square, chi_square_limit
+from transformers import GenerationConfig
 
 from minitlt.kernels import row_key
+
+OPTIONS = [
+    {},
+    {"temperature": 0.6},
+    {"top_k": 3},
+    {"top_p": 0.7},
+    {"min_p": 0.2},
+    {"repetition_penalty": 1.5},
+    {"min_new_tokens": 2, "stop_ids": (4, 2)},
+    {"suppress_ids": (1, 6)},
+    {
+        "temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2,
+        "min_new_tokens": 2, "stop_ids": (4,), "suppress_ids": (0,),
+    },
+]  # fmt: skip
+
+
+def named(options):
+    return "+".join(options) or "nothing"
+
+
+def processors_law(model, prompt, params, vocab):
+    """next_law of transformers: its model, its processors, in the order it builds them."""
+    processors = model._get_logits_processor(
+        GenerationConfig(
+            do_sample=True,
+            temperature=params.temperature,
+            top_k=params.top_k or None,
+            top_p=params.top_p,
+            min_p=params.min_p or None,
+            repetition_penalty=params.repetition_penalty,
+            min_new_tokens=params.min_new_tokens or None,
+            suppress_tokens=list(params.suppress_ids) or None,
+            eos_token_id=list(params.stop_ids) or None,
+            _eos_token_tensor=torch.tensor(params.stop_ids),
+        ),
+        input_ids_seq_length=len(prompt),
+        device="cpu",
+    )
+
+    def law(prefix):
+        if set(prefix) & set(params.stop_ids):  # nothing follows: token 0 stands for the pad
+            return torch.eye(vocab)[0]
+        ids = torch.tensor([prompt + prefix])
+        with torch.no_grad():
+            return processors(ids, model(ids).logits[:, -1].float())[0].softmax(-1)
+
+    return law
 
 
 def joint_law(next_law, vocab, length):
@@ -19,11 +68,17 @@ def joint_law(next_law, vocab, length):
 
 def assert_follows(completions, law, factor=1.0):
     """Exact support, and chi-square over the cells that expect at least 5 (the rest is one)."""
-    counts = torch.zeros_like(law)
-    for completion in completions:
-        counts[tuple(completion)] += 1
+    counts = count(completions, law)
     assert not counts[law == 0].any(), "a completion that cannot be"
     assert distance(counts, law) < factor
+
+
+def count(completions, law):
+    """How often each completion occurred; short ones are padded with token 0."""
+    counts = torch.zeros_like(law)
+    for completion in completions:
+        counts[(*completion, *[0] * (law.dim() - len(completion)))] += 1
+    return counts
 
 
 def distance(counts, law):

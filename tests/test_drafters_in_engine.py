@@ -58,7 +58,12 @@ def plain():
     ids=" ".join,
 )  # fmt: skip
 def test_same_tokens_with_any_drafter(plain, arms):
-    assert House(arms).tokens() == plain
+    """And some drafts are right: copied ones the second time, when the index knows every text."""
+    house = House(arms)
+    for again in (False, True):
+        assert house.tokens() == plain
+        if len(arms) == 1 and (again or "ngram" not in arms[0]):  # of several the clock chooses
+            assert sum(house.engine.stats.accepted) > 8
 
 
 @pytest.mark.parametrize("source", ["ngram", "eagle"])

@@ -39,15 +39,24 @@ def test_rollouts_training_and_resume(plain):
     assert other.train_step()["tokens"] > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("verify", ["coupled", "rejection"])
-def test_every_sampling_option_in_bfloat16(verify):
-    house = House(ARMS, device="cuda", dtype=torch.bfloat16)
+def test_every_sampling_option(verify, dtype):
+    """Support in any dtype and mode; in fp32, coupled, the tokens of plain decoding."""
+    house = House(ARMS, device="cuda", dtype=dtype)
     house.engine.verify = verify
-    assert house.eagle.model.fc.dtype == torch.bfloat16
+    assert dtype == torch.float32 or house.eagle.model.fc.dtype == torch.bfloat16
     for options in (OPTIONS, {"temperature": 0.0}):
         params = SamplingParams(max_new_tokens=16, **options)
         done = house.engine.generate(PROMPTS, params, KEYS)
-        assert all(0 < len(tokens) <= 16 for tokens in done.completion_ids)
+        for tokens, reason in zip(done.completion_ids, done.finish_reasons, strict=True):
+            assert max(1, params.min_new_tokens) <= len(tokens) <= 16
+            assert not set(tokens) & set(params.suppress_ids)
+            ends = [n for n, token in enumerate(tokens, 1) if token in params.stop_ids]
+            assert ends == ([len(tokens)] if reason == "stop" else [])
+        if verify == "coupled" and dtype == torch.float32:
+            plain = House(["off"], device="cuda").engine.generate(PROMPTS, params, KEYS)
+            assert done.completion_ids == plain.completion_ids
     if verify == "coupled":
         house.engine.bandit = Bandit([Arm.parse("eagle-3x2")])
         again = house.engine.generate(PROMPTS, params, KEYS, replay=done.completion_ids)

@@ -56,6 +56,30 @@ def test_padding_changes_nothing_and_one_graph_serves_a_bucket():
     assert model.config.vocab_size not in {x.shape[-1] for x in kept}  # logits would fill the GPU
 
 
+@pytest.mark.parametrize("num_nodes", [1, 4])
+@pytest.mark.parametrize("num_rows", [1, 3, 5, 9, 17, 33, 49])
+def test_padding_writes_to_its_own_slots_and_nowhere_else(num_rows, num_nodes):
+    """Every bucket up to 64 with the fewest rows: three steps leave a sentinel in every place but
+    those behind the rows' cursors and the padding's own, which are the first of its slots."""
+    target = graphed(tiny_model(num_hidden_layers=1))
+    target.reserve(num_rows, 30)
+    bucket = row_bucket(num_rows)
+    assert target.cache.num_slots == bucket
+    for layer in target.cache.layers:
+        layer.fill_(7.0)
+    lengths = torch.arange(num_rows) % 9 + 2
+    own = torch.zeros(bucket, target.cache.length, dtype=torch.bool)
+    own[num_rows:, :num_nodes] = True
+    for step in range(3):
+        at = lengths + step * num_nodes
+        target.forward(torch.full((num_rows, num_nodes), 5), at)
+        for row, start in enumerate(at.tolist()):
+            own[row, start : start + num_nodes] = True
+    for layer in target.cache.layers:
+        touched = (layer != 7.0).transpose(1, 2).flatten(2).any(2)
+        assert torch.equal(touched, own)
+
+
 def test_the_bandit_is_not_told_of_steps_that_record():
     target, bandit = graphed(tiny_model()), Bandit([Arm(), Arm("ngram", 2)], window=1000)
     engine = RolloutEngine(target, [NgramDrafter()], bandit)
@@ -105,10 +129,9 @@ def test_gpu_graphs_equal_launches(dtype, num_rows):
             at = {"first_slot": slot, "logits": False}
             t.forward(torch.tensor([prompt]).cuda(), torch.tensor([0]).cuda(), **at)
     lengths = torch.tensor([len(p) for p in prompts]).cuda()
-    for num_nodes in (1, 4, 1):
-        block = torch.randint(3, 30, (num_rows, num_nodes)).cuda()
-        for got, want in zip(
-            flat(graphs.forward(block, lengths)), flat(eager.forward(block, lengths)), strict=True
-        ):
+    tree = torch.tensor([[-1, 0, 0, 1]] * num_rows).cuda()
+    for num_nodes, parents in ((1, None), (4, None), (4, tree), (1, None)):
+        step = torch.randint(3, 30, (num_rows, num_nodes)).cuda(), lengths, parents
+        for got, want in zip(flat(graphs.forward(*step)), flat(eager.forward(*step)), strict=True):
             torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
     assert graphs.num_graphs == 2

@@ -176,21 +176,26 @@ def test_logprobs_are_those_of_the_deciding_row():
     assert out.num_nan_B.tolist() == [0, 0, int(out.num_emit_B[2]), 0, 1000]
 
 
-def test_self_draft_is_always_accepted():
-    """The drafter's logits equal the target's: every draft stands, on a tree too."""
-    gen, num = torch.Generator().manual_seed(3), 64
+@pytest.mark.parametrize("width", [1, 2])
+def test_self_draft_is_always_accepted(width: int):
+    """The drafter's logits equal the target's: every best draft stands, in a tree too, where each
+    node on the way has a second child; children come in falling order, so the best is the last."""
+    gen, num, depth = torch.Generator().manual_seed(3), 64, 4
     table = torch.randn(50, 50, generator=gen) * 2
     k, positions, temps = keys(num), torch.arange(num), torch.rand(num, generator=gen) + 0.3
-    tokens = [torch.randint(0, 50, (num,), generator=gen)]
-    for depth in range(4):
-        top = K.gumbel_topk(table[tokens[-1]], k, positions + depth, temps, 1)
-        tokens.append(top.tokens_Nk[:, 0])
-    tokens_BT = torch.stack(tokens, dim=1)
-    out = K.coupled_verify(
-        table[tokens_BT], k, positions, temps, tokens_BT, torch.arange(-1, 4).expand(num, -1)
-    )
-    assert (out.num_emit_B == 5).all()
-    assert torch.equal(out.tokens_BD[:, :4], tokens_BT[:, 1:])
+    tokens = [torch.randint(0, 50, (num, 1), generator=gen)]
+    parents, spine = [-1], [0]
+    for level in range(depth):
+        top = K.gumbel_topk(table[tokens[-1][:, -1]], k, positions + level, temps, width)
+        tokens.append(top.tokens_Nk.flip(1))
+        parents += [spine[-1]] * width
+        spine.append(len(parents) - 1)
+    tokens_BT = torch.cat(tokens, dim=1)
+    parents_BT = torch.tensor(parents).expand(num, -1)
+    out = K.coupled_verify(table[tokens_BT], k, positions, temps, tokens_BT, parents_BT)
+    assert (out.num_emit_B == depth + 1).all()
+    assert torch.equal(out.tokens_BD[:, :depth], tokens_BT[:, spine[1:]])
+    assert out.nodes_BD[:, : depth + 1].tolist() == [spine] * num
 
 
 # The laws, by enumeration: V = 3, K = 2. Nothing is left to chance.
@@ -370,6 +375,43 @@ def test_ratio_test_of_no_rows_and_of_no_drafts():
     assert K.rejection_verify(*args).tokens_BD.shape == (0, 4)
     with pytest.raises(ValueError, match="needs a column"):
         K.rejection_verify(args[0][:, :1], None, args[2][:, :0], *args[3:])
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("drawn", [True, False])
+def test_ratio_test_of_hard_logits(vocab: int, drawn: bool):
+    """NaN, -inf, +inf, ties, T = 0 and tiny T, one token in all: what is emitted can be, and its
+    logprob is the target's. A row of -inf yields token 0, as for the coupled rule."""
+    batch = hard_batch(vocab)
+    logits, temps = batch["logits_BTV"], batch["temperatures_B"]
+    k, positions = batch["keys_B"], batch["positions_B"]
+    law = K.scaled(logits.flatten(0, 1), temps.repeat_interleave(4)).view(logits.shape)
+    quoted = [logits[:, i] for i in (3, 0, 1)]  # the second draft quotes the target's first row
+    if drawn:
+        noise = K.stream_keys(k, "draft")
+        places = [(noise, positions + i, temps, 1) for i in range(3)]
+        drafts = [K.gumbel_topk(q, *at).tokens_Nk for q, at in zip(quoted, places, strict=True)]
+    else:
+        drafts = [law[:, i].argmax(-1, keepdim=True) for i in range(3)]
+    args = torch.cat(drafts, 1), k, positions, temps
+    for verify in (K.rejection_verify, K.block_verify):
+        out = verify(logits, torch.stack(quoted, 1) if drawn else None, *args)
+        assert (out.num_emit_B >= 1).all()
+        for b, i in itertools.product(range(5), range(4)):
+            if i >= out.num_emit_B[b]:
+                assert out.tokens_BD[b, i] == -1
+                continue
+            row, token = law[b, i], int(out.tokens_BD[b, i])
+            if row.max() == -torch.inf:
+                assert token == 0 and out.logprobs_BD[b, i] == -torch.inf
+                continue
+            want = row.double().log_softmax(0)[token]
+            assert want > -torch.inf
+            last_bit = 2.0**-23 * float(row.max().abs())  # at T = 1e-5, of numbers around 1e6
+            assert float(out.logprobs_BD[b, i]) == pytest.approx(float(want), abs=1e-5 + last_bit)
+            assert temps[b] > 0 or token == int(row.argmax())
+        live = out.nodes_BD >= 0
+        assert out.num_nan_B.tolist() == (logits.isnan().sum(-1) * live).sum(1).tolist()
 
 
 def test_strict_coins_and_empty_residuals(monkeypatch: pytest.MonkeyPatch):

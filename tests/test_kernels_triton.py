@@ -243,6 +243,27 @@ def test_gpu_graph_capture_and_two_launches(monkeypatch: pytest.MonkeyPatch):
 
 @gpu
 @needs_cuda
+def test_gpu_offsets_behind_2_to_the_31(monkeypatch: pytest.MonkeyPatch):
+    """2.2e9 logits (4.4 GB): the last row's offset needs 64 bits; it is what it is alone."""
+    monkeypatch.undo()
+    num, vocab = 2100, 2**20
+    logits = torch.zeros(num, 1, vocab, dtype=torch.bfloat16, device=DEVICE)
+    logits[-1] = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 3
+    roots = torch.zeros(num, 1, dtype=torch.int64)
+    batch = {"keys_B": keys(num), "positions_B": torch.arange(num), "tokens_BT": roots}
+    batch |= {"temperatures_B": torch.ones(num), "parents_BT": roots - 1}
+    batch = {"logits_BTV": logits, **to_device(batch)}
+    whole = K.coupled_verify(**batch)
+    alone = K.coupled_verify(**{name: x[-1:].clone() for name, x in batch.items()})
+    assert torch.equal(whole.tokens_BD[-1:], alone.tokens_BD)
+    assert torch.equal(whole.logprobs_BD[-1:], alone.logprobs_BD)
+    at = ("keys_B", "positions_B", "temperatures_B")
+    tops = [K.gumbel_topk(logits[i:, 0], *(batch[n][i:] for n in at), 4) for i in (0, num - 1)]
+    assert torch.equal(tops[0].tokens_Nk[-1], tops[1].tokens_Nk[0])
+
+
+@gpu
+@needs_cuda
 def test_gpu_attention_and_loss_in_bf16():
     gen = torch.Generator().manual_seed(0)
     q = torch.randn(4, 32, 9, 128, generator=gen).bfloat16().to(DEVICE)

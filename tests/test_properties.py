@@ -73,11 +73,19 @@ arms = st.builds(
     st.integers(1, 5),
     st.integers(1, 3),
     st.integers(0, 3),
+) | st.just(Arm())
+options = st.fixed_dictionaries(
+    {},
+    optional={
+        "top_k": st.sampled_from([1, 4]),
+        "top_p": st.just(0.8),
+        "min_p": st.just(0.1),
+        "repetition_penalty": st.sampled_from([0.8, 1.3]),
+        "min_new_tokens": st.just(4),
+        "suppress_ids": st.just((3, 7)),
+        "stop_strings": st.just(("ab", "q")),
+    },
 )
-options = st.sampled_from([
-    {}, {"top_k": 4}, {"top_p": 0.8}, {"repetition_penalty": 1.3, "min_new_tokens": 4},
-    {"suppress_ids": (3, 7)}, {"stop_strings": ("ab", "q")},
-])  # fmt: skip
 
 
 any_rollout = given(
@@ -85,7 +93,7 @@ any_rollout = given(
     group=st.integers(1, 3),
     max_new=st.integers(1, 16),
     stops=st.sets(st.integers(0, V - 1), max_size=3),
-    temperature=st.sampled_from([0.0, 0.6, 1.0]),
+    heats=st.lists(st.sampled_from([0.0, 0.6, 1.0, 1.5]), min_size=12, max_size=12),
     extra=options,
     chosen=st.lists(arms, min_size=1, max_size=3),
     max_rows=st.integers(0, 4),
@@ -96,16 +104,18 @@ any_rollout = given(
 
 
 def check_rollout(
-    lengths, group, max_new, stops, temperature, extra, chosen, max_rows, chunk, seed, data
+    lengths, group, max_new, stops, heats, extra, chosen, max_rows, chunk, seed, data
 ):
     prompts = [p for p in random_prompts(lengths, vocab=V, seed=seed) for _ in range(group)]
-    params = SamplingParams(max_new, temperature, stop_ids=tuple(stops), **extra)
+    params, heat = SamplingParams(max_new, stop_ids=tuple(stops), **extra), heats[: len(prompts)]
     keys = [row_key(seed, 0, i) for i in range(len(prompts))]
 
     def decode(tokens):
         return "".join(chr(97 + t) for t in tokens)
 
-    plain = RolloutEngine(house()[0], decode=decode).generate(prompts, params, keys)
+    plain = RolloutEngine(house()[0], decode=decode).generate(
+        prompts, params, keys, temperatures=heat
+    )
     order = data.draw(st.permutations(range(len(prompts))))
     engine = RolloutEngine(
         house()[0],
@@ -117,7 +127,9 @@ def check_rollout(
         on_step=check_caches,
     )
     for _ in range(2):  # the second time, the n-gram index knows every text
-        got = engine.generate([prompts[i] for i in order], params, [keys[i] for i in order])
+        turned = ([values[i] for i in order] for values in (prompts, keys, heat))
+        texts, row_keys, row_heat = turned
+        got = engine.generate(texts, params, row_keys, temperatures=row_heat)
         assert got.completion_ids == [plain.completion_ids[i] for i in order]
         assert got.finish_reasons == [plain.finish_reasons[i] for i in order]
         for i, logprobs in zip(order, got.logprobs, strict=True):
@@ -148,17 +160,19 @@ def test_512_rows_in_one_slot_in_waves_and_at_once(max_rows):
         RolloutEngine(little()).generate([prompts[i]], params, [keys[i]]).completion_ids[0]
         for i in (0, 100, 300, 509, 510, 511)
     ]
-    known = dict.fromkeys(keys, (0, [7] * 80))
-    drafter = ScriptedDrafter(known, oracle_then_wrong)
+    plain = RolloutEngine(little(), max_rows=96).generate(prompts, params, keys).completion_ids
+    pairs = zip(keys, prompts, plain, strict=True)
+    known = {key: (len(prompt), completion) for key, prompt, completion in pairs}
+    drafter = ScriptedDrafter(known, oracle_then_wrong)  # 0 to 3 of a row's drafts are right
     engine = RolloutEngine(
-        little(), [drafter], Bandit([Arm.parse("scripted-2")]), max_rows=max_rows
+        little(), [drafter], Bandit([Arm.parse("scripted-3")]), max_rows=max_rows
     )
     got = engine.generate(prompts, params, keys).completion_ids
     assert [got[i] for i in (0, 100, 300, 509, 510, 511)] == want
     assert len(got) == 512 and len(got[509]) == 1 and all(1 <= len(c) <= 6 for c in got)
-    assert (
-        got == RolloutEngine(little(), max_rows=96).generate(prompts, params, keys).completion_ids
-    )
+    assert got == plain
+    if max_rows != 1:  # a row alone is row 0, whose drafts are all wrong
+        assert engine.stats.accept_length > 1.8 and min(engine.stats.accepted) > 50
 
 
 def test_a_budget_of_memory_makes_waves_and_counts_what_drafters_store():

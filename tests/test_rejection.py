@@ -1,10 +1,20 @@
 """`verify="rejection"`: the ratio test in the engine, lossless in law, with its own streams."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
-from laws import assert_follows, distance, joint_law, many_keys
+from laws import (
+    OPTIONS,
+    assert_follows,
+    count,
+    distance,
+    joint_law,
+    many_keys,
+    named,
+    processors_law,
+)
 from models import random_prompts, tiny_model
 
 from minitlt import kernels
@@ -74,32 +84,28 @@ def sources(seed=3):
     return [TableDrafter(), proposer, ngram, MergedDrafter(proposer, ngram)]
 
 
-def rollout(arm, params, num, seed=0, drafters=None):
+def engine_of(arm, drafters=None, max_rows=1000):
     bandit = Bandit([Arm.parse(arm)])
-    engine = RolloutEngine(
-        small()[1], drafters or sources(), bandit, verify="rejection", max_rows=1000
+    return RolloutEngine(
+        small()[1], drafters or sources(), bandit, verify="rejection", max_rows=max_rows
     )
-    return engine.generate([PROMPT] * num, params, many_keys(num, seed))
 
 
-def target_law(params):
-    model = small()[0]
-
-    def law(prefix):
-        with torch.no_grad():
-            logits = model(torch.tensor([PROMPT + prefix])).logits[0, -1].float()
-        if params.top_k:
-            logits[logits < logits.topk(params.top_k).values[-1]] = -torch.inf
-        return (logits / params.temperature).softmax(-1)
-
-    return joint_law(law, V, LENGTH)
+def rollout(arm, params, num, seed=0, drafters=None):
+    return engine_of(arm, drafters).generate([PROMPT] * num, params, many_keys(num, seed))
 
 
-@pytest.mark.parametrize(
-    "arm",
-    ["off", "table-1", "table-3", "eagle-2", "ngram-3", "ngram-2x2", "eagle-2x2", "merged-2x3b4"],
-)
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 4}], ids=str)
+def target_law(params, length=LENGTH):
+    return joint_law(processors_law(small()[0], PROMPT, params, V), V, length)
+
+
+ARMS = ["off", "table-1", "table-3", "eagle-2", "ngram-3", "ngram-2x2", "eagle-2x2", "merged-2x3b4"]
+LAWS = [(arm, OPTIONS[0]) for arm in ARMS] + [
+    (arm, options) for options in OPTIONS[1:] for arm in ("table-3", "eagle-2x2", "merged-2x3b4")
+]
+
+
+@pytest.mark.parametrize(("arm", "options"), LAWS, ids=lambda x: x if x in ARMS else named(x))
 def test_the_law_of_three_tokens_is_the_targets(arm, options):
     """All V^3 completions, whatever drafts: drawn, chosen, copied, as a chain or a tree."""
     params = SamplingParams(max_new_tokens=LENGTH, **options)
@@ -108,6 +114,33 @@ def test_the_law_of_three_tokens_is_the_targets(arm, options):
     if arm != "off":
         assert got.stats.accepted[0] > 100  # drafts were accepted, and drafts were refused
         assert got.stats.drafted[0] - got.stats.accepted[0] > 100
+
+
+@pytest.mark.parametrize("arm", ["table-2", "eagle-2x2"])
+def test_the_law_belongs_to_each_row_in_waves_through_three_slots(arm):
+    heats, num, params = [0.5, 1.0, 1.6], 250, SamplingParams(max_new_tokens=2, top_p=0.9)
+    temperatures = heats * num
+    got = engine_of(arm, max_rows=3).generate(
+        [PROMPT] * len(temperatures), params, many_keys(3 * num), temperatures=temperatures
+    )
+    for i, heat in enumerate(heats):
+        law = target_law(replace(params, temperature=heat), 2)
+        assert_follows(got.completion_ids[i::3], law)
+
+
+def test_the_test_of_the_law_notices_logits_of_another_branch():
+    """Of a tree, whose first two nodes (both children of the root) exchange their logits."""
+    engine, params = engine_of("eagle-2x2"), SamplingParams(max_new_tokens=LENGTH)
+    verify = engine._verify
+
+    def exchanged(logits_BTV, draft):
+        order = [0, 2, 1, *range(3, logits_BTV.shape[1])][: logits_BTV.shape[1]]
+        return verify(logits_BTV[:, order], draft)
+
+    engine._verify = exchanged
+    got, law = engine.generate([PROMPT] * 4000, params, many_keys(4000)), target_law(params)
+    gap = distance(count(got.completion_ids, law), law)
+    assert gap > 2, gap
 
 
 def test_the_test_of_the_law_notices_a_one_hot_law_for_drawn_drafts():
@@ -120,10 +153,8 @@ def test_the_test_of_the_law_notices_a_one_hot_law_for_drawn_drafts():
             return draft
 
     params = SamplingParams(max_new_tokens=LENGTH)
-    counts = torch.zeros(V, V, V)
-    for completion in rollout("table-2", params, 4000, drafters=[Silent()]).completion_ids:
-        counts[tuple(completion)] += 1
-    gap = distance(counts, target_law(params))
+    got, law = rollout("table-2", params, 4000, drafters=[Silent()]), target_law(params)
+    gap = distance(count(got.completion_ids, law), law)
     assert gap > 2, gap
 
 

@@ -4,9 +4,8 @@ import functools
 
 import pytest
 import torch
-from laws import assert_follows, joint_law, many_keys
+from laws import OPTIONS, assert_follows, joint_law, many_keys, named, processors_law
 from models import tiny_model
-from transformers import GenerationConfig
 
 from drafters import SCRIPTS, ScriptedDrafter, oracle
 from minitlt.kernels import row_key
@@ -17,66 +16,19 @@ V, PROMPT = 7, [3, 5, 3, 1]
 
 
 @functools.cache
-def small():
-    model = tiny_model(vocab_size=V, num_hidden_layers=2, eos_token_id=2)
-    return model, make_target(model)
+def small(dtype=torch.float32):
+    model = tiny_model(dtype=dtype, vocab_size=V, num_hidden_layers=2, eos_token_id=2)
+    return model, make_target(model, dtype=dtype)
 
 
-def reference_law(params):
-    """next_law of transformers: its model, its processors, in the order it builds them."""
-    model = small()[0]
-    processors = model._get_logits_processor(
-        GenerationConfig(
-            do_sample=True,
-            temperature=params.temperature,
-            top_k=params.top_k or None,
-            top_p=params.top_p,
-            min_p=params.min_p or None,
-            repetition_penalty=params.repetition_penalty,
-            min_new_tokens=params.min_new_tokens or None,
-            suppress_tokens=list(params.suppress_ids) or None,
-            eos_token_id=list(params.stop_ids) or None,
-            _eos_token_tensor=torch.tensor(params.stop_ids),
-        ),
-        input_ids_seq_length=len(PROMPT),
-        device="cpu",
-    )
-
-    def law(prefix):
-        if set(prefix) & set(params.stop_ids):  # nothing follows: token 0 stands for the pad
-            return torch.eye(V)[0]
-        ids = torch.tensor([PROMPT + prefix])
-        with torch.no_grad():
-            return processors(ids, model(ids).logits[:, -1].float())[0].softmax(-1)
-
-    return law
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 0.6},
-        {"top_k": 3},
-        {"top_p": 0.7},
-        {"min_p": 0.2},
-        {"repetition_penalty": 1.5},
-        {"min_new_tokens": 2, "stop_ids": (4, 2)},
-        {"suppress_ids": (1, 6)},
-        {
-            "temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2,
-            "min_new_tokens": 2, "stop_ids": (4,), "suppress_ids": (0,),
-        },
-    ],
-    ids=lambda options: "+".join(options) or "nothing",
-)  # fmt: skip
+@pytest.mark.parametrize("options", OPTIONS, ids=named)
 def test_plain_decoding_follows_the_law_of_transformers_processors(options):
     """Support exactly, frequencies by chi-square, over all completions of three tokens."""
     params = SamplingParams(max_new_tokens=3, **options)
-    law = joint_law(reference_law(params), V, 3)
+    law = joint_law(processors_law(small()[0], PROMPT, params, V), V, 3)
     engine, num = RolloutEngine(small()[1], max_rows=1000), 4000
     done = engine.generate([PROMPT] * num, params, many_keys(num)).completion_ids
-    assert_follows([tokens + [0] * (3 - len(tokens)) for tokens in done], law)
+    assert_follows(done, law)
 
 
 def test_temperatures_belong_to_rows():
@@ -100,9 +52,10 @@ def text(tokens):
 
 @pytest.mark.parametrize("stop", ["ba", "<e", "d>", "bab", "é", "never said"])
 @pytest.mark.parametrize("script", sorted(SCRIPTS))
-def test_stop_strings_end_rows_alike_with_and_without_speculation(stop, script):
+@pytest.mark.parametrize("arm", ["scripted-4", "scripted-4x2"])
+def test_stop_strings_end_rows_alike_with_and_without_speculation(stop, script, arm):
     """The row ends with the token that completes the text, wherever token borders lie."""
-    _, target = small()
+    _, target = small(torch.float64)
     prompts, keys = [PROMPT] * 6, [row_key(9, 0, i) for i in range(6)]
     free = RolloutEngine(target).generate(prompts, SamplingParams(max_new_tokens=24), keys)
     params = SamplingParams(max_new_tokens=24, stop_strings=(stop, "absent"))
@@ -115,7 +68,7 @@ def test_stop_strings_end_rows_alike_with_and_without_speculation(stop, script):
         assert reason == ("stop" if ends else "length")
     known = {k: (len(PROMPT), c) for k, c in zip(keys, free.completion_ids, strict=True)}
     drafter = ScriptedDrafter(known, SCRIPTS[script], vocab=V)
-    bandit = Bandit([Arm.parse("scripted-4")])
+    bandit = Bandit([Arm.parse(arm)])
     engine = RolloutEngine(target, [drafter], bandit, decode=text, max_rows=4)
     got = engine.generate(prompts, params, keys)
     assert got.completion_ids == plain.completion_ids
@@ -176,9 +129,7 @@ def test_replay_of_ones_own_rollout_is_that_rollout():
     params = SamplingParams(max_new_tokens=20, stop_ids=(2,))
     prompts, keys = [PROMPT] * 5, many_keys(5)
     want = RolloutEngine(target).generate(prompts, params, keys)
-    wide = make_target(small()[0].double(), dtype=torch.float64)
-    small()[0].float()
-    for which in (target, wide):
+    for which in (target, small(torch.float64)[1]):
         got = RolloutEngine(which).generate(prompts, params, keys, replay=want.completion_ids)
         assert got.completion_ids == want.completion_ids
         assert got.finish_reasons == want.finish_reasons

@@ -40,9 +40,9 @@ def keys(num, generation=0):
     return [row_key(7, generation, i) for i in range(num)]
 
 
-def run(params, prompts, arm="off", drafters=(), which=None, max_rows=0, row_keys=None):
+def run(params, prompts, arm="off", drafters=(), which=None, max_rows=0, row_keys=None, heat=None):
     engine = RolloutEngine(which or target(), drafters, Bandit([Arm.parse(arm)]), max_rows=max_rows)
-    return engine.generate(prompts, params, row_keys or keys(len(prompts)))
+    return engine.generate(prompts, params, row_keys or keys(len(prompts)), temperatures=heat)
 
 
 def known(prompts, rollout, row_keys=None):
@@ -182,14 +182,18 @@ def test_siblings_share_a_prefill_and_differ():
         {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.1, "min_new_tokens": 3},
     ],
 )
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_every_sampling_option_with_and_without_speculation(extra, temperature):
-    prompts = random_prompts(LENGTHS)
-    params = params_at(temperature, **extra)
-    plain = run(params, prompts)
+@pytest.mark.parametrize("arm", ["scripted-3", "scripted-3x2"])
+@pytest.mark.parametrize("heat", [[0.0] * 6, [0.8] * 6, [0.0, 1.5, 0.4, 1.0, 0.0, 0.8]], ids=str)
+def test_every_sampling_option_with_and_without_speculation(extra, heat, arm):
+    """As chain and tree, at one temperature and at one for each row; fewer slots than rows."""
+    prompts, params = random_prompts(LENGTHS), params_at(1.0, **extra)
+    which = target(dtype=torch.float64 if "x" in arm else torch.float32)
+    plain = run(params, prompts, which=which, heat=heat)
     for script in ("oracle", "oracle_then_wrong", "random"):
         drafter = ScriptedDrafter(known(prompts, plain), SCRIPTS[script])
-        assert_same(run(params, prompts, "scripted-3", [drafter]), plain)
+        got = run(params, prompts, arm, [drafter], which=which, max_rows=4, heat=heat)
+        assert_same(got, plain)
+        assert script == "random" or got.stats.accept_length > 1.5
     for completion in plain.completion_ids:
         assert not set(extra.get("suppress_ids", ())) & set(completion)
         assert len(completion) >= extra.get("min_new_tokens", 1)
