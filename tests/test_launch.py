@@ -191,7 +191,7 @@ def _noting(started, init=subprocess.Popen.__init__):
 def test_a_ranks_own_error_is_said_on_a_full_disk(ranks, monkeypatch):
     full = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=0))
     monkeypatch.setattr(launch, "shutil", full)
-    with pytest.raises(RunFailed, match="failed: ValueError: short"):
+    with pytest.raises(RunFailed, match="failed: ValueError: short; No space left on device"):
         ranks("raise ValueError('short')")
     with pytest.raises(RunFailed, match="failed: No space left on device"):
         ranks("raise SystemExit(1)")
