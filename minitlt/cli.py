@@ -82,8 +82,9 @@ def train(
     minitlt train [RECIPE] [--any_field_of_TRLs_or_ours VALUE ..]: the first word may name a recipe
     (see `minitlt recipes`), and --dry-run lists our fields and what they mean. --nproc is the
     number of ranks; with --accelerate-config (fsdp2, zero2, zero3 or a file) accelerate starts
-    them. Under torchrun or accelerate launch it runs in place. Ctrl-C, or a file named `stop` in
-    the run folder, ends it after the current step with a checkpoint.
+    them. Under torchrun or accelerate launch it runs in place. Ctrl-C ends it after the current
+    step with a checkpoint, or without one after 45 s; a file named `stop` in the run folder ends it
+    after the step, however long that takes.
 
     Examples:
 

@@ -134,8 +134,9 @@ def _cause(code: int, path: Path) -> str:
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     said = last_line(path)
-    if not _ERROR.match(said) and shutil.disk_usage(path.parent).free < 1 << 20:
-        said = "No space left on device"  # not even for its own last words
+    if "No space left" not in said and shutil.disk_usage(path.parent).free < 1 << 20:
+        own = f"{said}; " if _ERROR.match(said) else ""  # its last words may be lost as well
+        said = f"{own}No space left on device"
     return f"failed: {said}"
 
 

@@ -80,7 +80,8 @@ class StopCallback(TrainerCallback):
             threading.Thread(target=self._watch, args=(parent,), daemon=True).start()
 
     def listen(self, close: Callable[[], None]) -> None:
-        """From here on signals are wishes; close() takes the rank's files in shared memory away."""
+        """From here on signals are wishes. close() waits for the last checkpoint and takes the
+        rank's files in shared memory away."""
         self._close = close
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
@@ -119,6 +120,7 @@ class StopCallback(TrainerCallback):
         wish = bool(self.asked) or (self.run_dir / STOP_FILE).exists()
         asked, diverged = _any_rank(args.device, wish, not _is_finite(model))
         if diverged:
+            self._close()  # the checkpoint before this step may just be written
             raise RunFailed(
                 f"after step {state.global_step} the policy's weights are not finite: it has "
                 f"diverged, and this step is not saved; {way_on(self.run_dir)}; a lower "
@@ -143,7 +145,7 @@ def _is_finite(model: Any) -> bool:
 
     Norms of gradients say less: an infinite one may be a step that mixed precision skips.
     """
-    shares = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()
-              if p.requires_grad]  # fmt: skip
-    ends = [end.float() for share in shares if share.numel() for end in share.aminmax()]
-    return not ends or bool(torch.stack(ends).isfinite().all())
+    trained = (p for p in model.parameters() if p.requires_grad)
+    shares = (p.to_local() if hasattr(p, "to_local") else p for p in trained)
+    sums = [share.sum(dtype=torch.float32) for share in shares]  # neither gets lost in a sum
+    return not sums or bool(torch.stack(sums).isfinite().all())

@@ -1,9 +1,9 @@
 """Faults for real: processes are killed, disks fill up, rewards misbehave.
 
 Every case ends in one clear line and its exit code within a minute, leaves no process and no file
-in shared memory, and `--resume` goes on. All of it runs `minitlt train` on a tiny model with two
-ranks, so it is slow; the rewards that follow are named in its recipe. Run: pytest -m slow
-tests/test_faults.py
+in shared memory, and `--resume` goes on where anything is left to go on with. All of it runs
+`minitlt train` on a tiny model with two ranks, so it is slow; the rewards that follow are named in
+its recipe. Run: pytest -m slow tests/test_faults.py
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -23,11 +24,12 @@ import torch
 import yaml
 from tiny import save_tiny_model
 
+import minitlt.run
 from minitlt.distill import DrafterTrainer
 from minitlt.events import read_events
 from minitlt.rl import MiniTLTTrainer
-from minitlt.run import checkpoints, last_checkpoint
 from minitlt.spec import RolloutEngine
+from minitlt.stop import checkpoints, last_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 PATIENCE_S = 900.0  # for a phase to come, on a busy machine
@@ -78,11 +80,38 @@ def starved_reward(completions, **_):
     return plain_reward(completions)
 
 
-def diverging_reward(completions, **_):
-    """From the second generation on, the policy's weights are NaN."""
+def the_trainer():
     (trainer,) = (o for o in gc.get_objects() if isinstance(o, MiniTLTTrainer))
-    with torch.no_grad():
-        trainer.model.lm_head.weight.fill_(torch.nan)
+    return trainer
+
+
+def diverging_reward(completions, **_):
+    """In step 2, once, the policy's weights become NaN."""
+    trainer = the_trainer()
+    mark = Path(trainer.args.output_dir).parent / f"poisoned{os.environ['RANK']}"
+    if trainer.state.global_step == 1 and not mark.exists():
+        mark.touch()
+        with torch.no_grad():
+            trainer.model.lm_head.weight.fill_(torch.nan)
+    return plain_reward(completions)
+
+
+def stalling_reward(completions, **_):
+    """Rank 0 stops for good in step 2, inside what $STALL names: the optimizer's step, or a part
+    of the checkpoint. Then there is a file `stalled` in the run folder."""
+    trainer, where = the_trainer(), os.environ.get("STALL")
+    if trainer.state.global_step == 1 and os.environ["RANK"] == "0" and where:
+
+        def stall(*_args, **_kwargs):
+            (Path(trainer.args.output_dir).parent / "stalled").touch()
+            time.sleep(3600)
+
+        owner, name = {
+            "update": (trainer.optimizer.optimizer, "step"),
+            "save": (trainer, "_save_optimizer_and_scheduler"),
+            "seal": (minitlt.run, "seal"),
+        }[where]
+        setattr(owner, name, stall)
     return plain_reward(completions)
 
 
@@ -137,7 +166,7 @@ class Run:
     started = []  # noqa: RUF012 (one list for all)
 
     def __init__(self, folder, *arguments, before=(), **environment):
-        self.folder, self.ranks, self.folders = folder, [], set()
+        self.folder, self.ranks, self.folders, self.hurt_at = folder, [], set(), None
         command = [sys.executable, "-m", "minitlt.cli", "train", *map(str, arguments)]
         self.process = subprocess.Popen(
             [*before, *command],
@@ -148,76 +177,93 @@ class Run:
             env=dict(os.environ, PYTHONPATH=str(Path(__file__).parent), **environment),
         )
         self.started.append(self.process)
+        threading.Thread(target=self.see, daemon=True).start()
 
     def wait_for(self, name, rank=None, step=None):
-        """Until the log holds such an event; remembers the rank's processes on the way."""
+        """Until the log holds such an event, and the ranks have been seen."""
         give_up = time.monotonic() + PATIENCE_S
         while time.monotonic() < give_up and self.process.poll() is None:
             log = self.folder / "events.jsonl"
             for event in read_events(log) if log.exists() else ():
                 wanted = {"event": name, "rank": rank, "step": step}
-                if all(event.get(key) == v for key, v in wanted.items() if v is not None):
-                    self.see()
+                if self.folders and all(
+                    event.get(k) == v for k, v in wanted.items() if v is not None
+                ):
                     return
             time.sleep(0.02)
         pytest.fail(f"no {name} came: {self.end()}")
 
     def see(self):
-        """The ranks' processes, by rank."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        self.ranks = sorted(
-            (c for c in children if "RANK" in c.environ()), key=lambda c: c.environ()["RANK"]
-        )
-        assert len(self.ranks) == 2
-        opened = [Path(f"/proc/{rank.pid}/fd") for rank in self.ranks]
-        names = [os.readlink(fd) for folder in opened for fd in folder.iterdir() if fd.is_symlink()]
-        self.folders = {
-            Path(name) for name in names if "/minitlt-swap-" in name and "/shm/" in name
-        }
-        assert len(self.folders) == 1
+        """Waits for the ranks' processes, by rank, and for their folder in shared memory."""
+        while self.process.poll() is None and not self.folders:
+            with contextlib.suppress(psutil.Error, OSError):
+                children = psutil.Process(self.process.pid).children(recursive=True)
+                ranks = [(c.environ()["RANK"], c) for c in children if "RANK" in c.environ()]
+                opened = [fd for _, c in ranks for fd in Path(f"/proc/{c.pid}/fd").iterdir()]
+                names = [os.readlink(fd) for fd in opened if fd.is_symlink()]
+                if len(ranks) == 2:
+                    self.ranks = [c for _, c in sorted(ranks, key=lambda pair: pair[0])]
+                    self.folders = {
+                        Path(name) for name in names if "/minitlt-swap-" in name and "/shm/" in name
+                    }
+            time.sleep(0.05)
+
+    def hurt(self, *numbers, rank=None):
+        """Sends signals to a rank, or to the launcher; from now on time is taken."""
+        self.hurt_at = time.time()
+        for number in numbers:
+            (self.process if rank is None else self.ranks[rank]).send_signal(number)
+
+    def check_nothing_is_left(self):
+        """No process, no shared file, and less than a minute since the fault; for a fault inside
+        the run that is the last thing in its log."""
+        assert len(self.ranks) == 2 and len(self.folders) == 1, "nothing was seen of the ranks"
+        _, alive = psutil.wait_procs(self.ranks, timeout=1)
+        assert not alive
+        assert not any(folder.exists() for folder in self.folders)
+        if self.hurt_at is None and self.process.returncode:
+            log = self.folder / "events.jsonl"  # gone with its disk in one case
+            self.hurt_at = read_events(log)[-1]["t"] if log.exists() else None
+        if self.hurt_at is not None:
+            assert time.time() - self.hurt_at < END_S
 
     def shared(self):
         """This run's files in shared memory."""
         return [path for folder in self.folders if folder.exists() for path in folder.iterdir()]
 
-    def end(self, within=PATIENCE_S):
+    def end(self, refused=False):
         """(exit code, stderr's own lines); nothing of the run is left."""
         started = time.monotonic()
-        try:
-            _, stderr = self.process.communicate(timeout=within)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
+        _, stderr = self.process.communicate(timeout=END_S if self.hurt_at else PATIENCE_S)
         print(f"ended after {time.monotonic() - started:.1f} s: {stderr.strip()}")
-        _, alive = psutil.wait_procs(self.ranks, timeout=1)
-        assert not alive
-        assert not any(folder.exists() for folder in self.folders)
         assert "Traceback" not in stderr, stderr
+        if not refused:
+            self.check_nothing_is_left()
+        self.said = stderr
         return self.process.returncode, [s for s in stderr.splitlines() if s.startswith("minitlt:")]
 
 
-def resume(folder):
+def resume(folder, *words):
     """The run goes on to its end; returns the step at which it went on."""
-    step = int(last_checkpoint(folder).name.split("-")[-1])
-    again = Run(folder, "--resume", folder)
+    found = last_checkpoint(folder)
+    before = read_events(folder / "events.jsonl")
+    again = Run(folder, "--resume", folder, *words)
     code, lines = again.end()
     assert code == 0, lines
     events = read_events(folder / "events.jsonl")
-    steps = [e["step"] for e in events if e["event"] == "update"]
-    assert max(steps) == 4 and len([e for e in events if e["event"] == "summary"]) == 1
+    step = int(found.name.split("-")[-1]) if found else 0
+    steps = [e["step"] for e in events[len(before) :] if e["event"] == "update"]
+    assert steps == list(range(step + 1, 5))
+    assert len([e for e in events if e["event"] == "summary"]) == 1
     assert (folder / "policy" / "model.safetensors").exists()
     assert {p.name for p in checkpoints(folder / "checkpoints")} == {"checkpoint-3", "checkpoint-4"}
     return step
 
 
-@pytest.mark.parametrize(
-    ("phase", "rank"),
-    [("generating", 1), ("harvesting", 1), ("merging", 1), ("updating", 0), ("checkpointing", 1)],
-)
-def test_a_killed_rank_ends_the_run(recipe, tmp_path, phase, rank):
-    folder = tmp_path / "run"
+@pytest.mark.parametrize("phase", ["generating", "harvesting", "merging"])
+def test_a_killed_rank_ends_the_run(recipe, tmp_path, phase):
+    folder, rank = tmp_path / "run", 1
     config = recipe(
-        "slow_reward" if phase == "updating" else "plain_reward",
         max_completion_length=400 if phase == "generating" else 48,
         generation_kwargs={"min_new_tokens": 390 if phase == "generating" else 1},
         spot={"steps_per_window": 10_000 if phase == "harvesting" else 40}
@@ -230,33 +276,59 @@ def test_a_killed_rank_ends_the_run(recipe, tmp_path, phase, rank):
         run.wait_for("rollout_progress", rank)
     elif phase == "harvesting":
         run.wait_for("harvest_step", rank)
-    elif phase == "merging":  # rank 0 has ended its window and waits for rank 1's drafter
+    else:  # rank 0 has ended its window and waits for rank 1's drafter
         run.wait_for("harvest_step", rank, step=2)
         run.ranks[rank].suspend()
         run.wait_for("harvest_end", 0, step=2)
         time.sleep(0.5)
-    elif phase == "updating":
-        run.wait_for("merge", rank, step=2)
-    else:
-        run.wait_for("update", step=2)
-        while not (folder / "checkpoints" / "checkpoint-2").exists():
-            time.sleep(0.001)
-    run.ranks[rank].kill()
-    code, lines = run.end(within=END_S)
+    run.hurt(signal.SIGKILL, rank=rank)
+    code, lines = run.end()
     assert code == 1
     assert len(lines) == 1 and f"rank {rank} was killed" in lines[0]
-    if phase in ("merging", "updating", "checkpointing"):
-        assert resume(folder) in (1, 2)
+    quick = ["--max_completion_length", "48", "--generation_kwargs", "{min_new_tokens: 1}"]
+    step = resume(folder, *quick, "--spot.steps_per_window", "40")
+    assert step == (1 if phase == "merging" else 0)
+
+
+@pytest.mark.parametrize("phase", ["update", "save", "seal"])
+def test_a_rank_killed_in_an_update_or_a_checkpoint(recipe, tmp_path, phase):
+    folder = tmp_path / "run"
+    run = stalled_run(recipe, folder, phase)
+    assert (folder / "checkpoints" / "checkpoint-2").exists() == (phase != "update")
+    run.hurt(signal.SIGKILL, rank=0)
+    code, lines = run.end()
+    assert code == 1
+    assert len(lines) == 1 and "rank 0 was killed" in lines[0]
+    assert resume(folder) == 1
+
+
+def stalled_run(recipe, folder, phase):
+    run = Run(folder, "--config", recipe("stalling_reward"), "--run-dir", folder, STALL=phase)
+    run.wait_for("rollout_end", step=2)
+    give_up = time.monotonic() + PATIENCE_S
+    while not (folder / "stalled").exists():
+        assert time.monotonic() < give_up and run.process.poll() is None
+        time.sleep(0.02)
+    return run
+
+
+def test_a_step_that_does_not_end_does_not_hold_up_ctrl_c(recipe, tmp_path):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    folder = tmp_path / "run"
+    run = stalled_run(recipe, folder, "update")
+    run.hurt(signal.SIGINT)
+    assert run.end() == (130, [])
+    assert "the step was not done within 45 s" in run.said
+    assert f"minitlt train --resume {folder} goes on from checkpoint-1" in run.said
+    assert resume(folder) == 1
 
 
 def test_a_killed_launcher_takes_its_ranks_along(recipe, tmp_path):
     folder = tmp_path / "run"
     run = Run(folder, "--config", recipe(), "--run-dir", folder)
     run.wait_for("update", step=2)
-    run.process.kill()
-    _, alive = psutil.wait_procs(run.ranks, timeout=END_S)
-    assert not alive
-    assert not any(folder.exists() for folder in run.folders)
+    run.hurt(signal.SIGKILL)
+    psutil.wait_procs(run.ranks, timeout=END_S)
     run.end()
     newest, before = checkpoints(folder / "checkpoints")
     weights = newest / "model.safetensors"  # torn, as if the disk had lost the end of it
@@ -295,33 +367,37 @@ def test_a_drafter_without_memory_ends_harvesting_not_the_run(recipe, tmp_path):
     assert max(e["step"] for e in events if e["event"] == "update") == 4
 
 
-def test_nan_logits_of_the_policy_end_the_run(recipe, tmp_path):
+def test_a_policy_that_diverged_ends_the_run_and_is_not_saved(recipe, tmp_path):
     folder = tmp_path / "run"
     run = Run(folder, "--config", recipe("diverging_reward"), "--run-dir", folder)
     code, lines = run.end()
     assert code == 1 and len(lines) == 1
-    assert "the policy's logits are all NaN (row 0, token 0): its weights have diverged" in lines[0]
-    assert last_checkpoint(folder).name == "checkpoint-1"
+    assert "after step 2 the policy's weights are not finite" in lines[0]
+    assert "goes on from checkpoint-1" in lines[0]
+    assert [p.name for p in checkpoints(folder / "checkpoints")] == ["checkpoint-1"]
+    assert resume(folder) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, "SIGTERM to all"])
 def test_interrupts_save_and_resume(recipe, tmp_path, number):
+    """`to all`: as systemd and slurm do it, so that the ranks hear of it twice."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     folder = tmp_path / "run"
     run = Run(folder, "--config", recipe(save_steps=100), "--run-dir", folder)
     run.wait_for("rollout_start", step=2)
-    run.process.send_signal(number)
-    _, stderr = run.process.communicate(timeout=END_S)
-    assert run.process.returncode == 130
-    assert "--resume" in stderr and "Traceback" not in stderr
-    assert not psutil.wait_procs(run.ranks, timeout=1)[1]
-    assert not any(folder.exists() for folder in run.folders)
+    if number == "SIGTERM to all":
+        number = signal.SIGTERM
+        for rank in (0, 1):
+            run.hurt(number, rank=rank)
+    run.hurt(number)
+    assert run.end() == (130, [])
     step = int(last_checkpoint(folder).name.split("-")[-1])
+    assert step in (2, 3)
+    assert f"minitlt train --resume {folder} goes on from checkpoint-{step}" in run.said
     again = Run(folder, "--resume", folder)
-    assert again.end()[0] == 0
-    events = read_events(folder / "events.jsonl")
-    steps = [e["step"] for e in events if e["event"] == "update"]
-    assert sorted(steps) == [1, 2, 3, 4] and step in (2, 3)
+    assert again.end() == (0, [])
+    steps = [e["step"] for e in read_events(folder / "events.jsonl") if e["event"] == "update"]
+    assert steps == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -374,7 +450,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_at_once(recipe, tmp_path
     before = small_disk(folder, 1)
     before[4] = before[4].replace("-o size=1m", "-o size=1m,ro")
     run = Run(folder, "--config", recipe(), "--run-dir", folder, before=before)
-    code, lines = run.end()
+    code, lines = run.end(refused=True)
     assert code == 2 and len(lines) == 1
     assert "cannot be written: Read-only file system" in lines[0]
 

@@ -6,9 +6,12 @@ test_launch.py (no training) and test_faults.py (two ranks, slow).
 
 import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -260,3 +263,32 @@ def test_the_claim_on_the_folder_is_not_left_to_programs_that_a_rank_starts(trai
     assert train("/dev/null/run").exit_code == 2
     assert not os.get_inheritable(reader)
     os.close(reader), os.close(writer)
+
+
+ORPHAN = """import os, time
+from pathlib import Path
+from minitlt import stop
+stop.ORPHAN_SECONDS = 0.5
+stop.StopCallback(Path(".")).listen(lambda: time.sleep(600))  # a disk that hangs
+os.write(1, f"{os.getpid()}\\n".encode())
+while True: time.sleep(0.02)"""
+
+
+def test_a_rank_whose_parent_is_gone_leaves_at_any_cost(tmp_path):
+    """Also under accelerate, whose process is the ranks' parent (MINITLT_LAUNCHER 0)."""
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ORPHAN!r}])"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", start],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "MINITLT_LAUNCHER": "0"},
+    )
+    try:
+        orphan = psutil.Process(int(parent.stdout.readline()))
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    _, alive = psutil.wait_procs([orphan], timeout=30)
+    for process in alive:
+        process.kill()
+    assert not alive
