@@ -23,8 +23,10 @@ from typer.testing import CliRunner
 from minitlt.cli import app
 from minitlt.eagle3 import load_drafter, save_drafter
 from minitlt.events import EventLog
+from minitlt.export import export_drafter
 from minitlt.launch import open_run_folder
 from minitlt.spot import SpotTrainer
+from minitlt.swap import SharedFiles
 
 PACKAGE = Path(__file__).parent.parent / "minitlt"
 RUNS_CODE = {"eval", "exec", "compile", "__import__", "breakpoint"}
@@ -157,3 +159,26 @@ def test_files_of_a_run_have_the_users_permissions(tmp_path):
         os.umask(before)
     found = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "run").iterdir()}
     assert found == {"config.yaml": 0o600, "events.jsonl": 0o600, "logs": 0o700}
+
+
+def test_weights_have_the_users_permissions_too(tmp_path):
+    """safetensors makes its files private; ours in shared memory are private whatever the umask."""
+    before = os.umask(0o022)
+    try:
+        model = save_tiny_model(tmp_path / "model", num_hidden_layers=2)
+        trainer = make_trainer(model, tmp_path, save_steps=1, save_strategy="steps", steps=1)
+        trainer.train()
+        trainer.save_model(tmp_path / "policy")
+        parts = trainer.speculation
+        drafter = save_drafter(tmp_path / "drafter", parts.drafter)
+        export_drafter(parts.drafter, tmp_path / "exported", "vllm")
+        files = SharedFiles(tmp_path, "token", 0, 1)
+        files.write({"w": torch.zeros(4)}, {})
+    finally:
+        os.umask(before)
+    saved = tmp_path / "checkpoints" / "checkpoint-1", tmp_path / "policy", tmp_path / "exported"
+    for path in [drafter, *(folder / "model.safetensors" for folder in saved)]:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o644, path
+    assert stat.S_IMODE(files.own.stat().st_mode) == 0o600
+    files.remove()
+    parts.spot.close()
