@@ -43,6 +43,7 @@ from minitlt.tasks import encode_prompt, is_prompt
 _CHUNK = 1024  # prompts handed to the engine at once; it refills its slots from them
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _NO_CODE = {"trust_remote_code": False}  # left out, transformers would ask on the terminal
+_SAFE = {**_NO_CODE, "use_safetensors": True}  # of weights: no pickles
 _ROW = b'{"index": '  # what every line of the output begins with
 Prompt = str | list[dict[str, Any]]
 
@@ -84,7 +85,7 @@ def load_served(
     drafters: list[Any] = [NgramDrafter()]
     eagle = _read_drafter(folder, config, weights, device) if folder else None
     with reading(Path(path)):
-        module = AutoModelForCausalLM.from_pretrained(path, dtype=weights, **_NO_CODE).to(device)
+        module = AutoModelForCausalLM.from_pretrained(path, dtype=weights, **_SAFE).to(device)
     stop_ids = stop_tokens(module, tokenizer)
     target = make_target(module, dtype=weights, device=device)
     if eagle is not None:
@@ -351,7 +352,7 @@ def export(
         raise ValueError(f"DEST {str(folder)!r} is a file; choose a folder")
     target = resolve_model(model or _policy_of(source))
     with reading(Path(target)):
-        module = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, **_NO_CODE)
+        module = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, **_SAFE)
     drafter = _read_drafter(origin, module.config, torch.float32, torch.device("cpu"), read_as)
     drafter.tie(module.get_input_embeddings().weight, module.get_output_embeddings().weight)
     where = str(Path(target).resolve()) if Path(target).is_dir() else target

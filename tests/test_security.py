@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from grpo import make_trainer
+from safetensors.torch import load_file
 from tiny import save_tiny_model
 from typer.testing import CliRunner
 
@@ -98,6 +99,33 @@ def test_remote_code_is_off_unless_asked_for(foreign, tmp_path, command):
     assert done.exit_code == 2, done
     assert "trust_remote_code" in done.stderr and len(done.stderr.splitlines()) == 1
     assert not canary.exists()
+
+
+@pytest.mark.parametrize("command", ["train", "generate"])
+def test_weights_that_are_pickles_are_refused(tmp_path, command):
+    folder = save_tiny_model(tmp_path / "model", num_hidden_layers=2)
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+    (tmp_path / "in.jsonl").write_text('{"prompt": "2 + 2", "answer": "4"}\n')
+    data = str(tmp_path / "in.jsonl")
+    arguments = {
+        "train": ["--model_name_or_path", str(folder), "--task", data, "--dry-run"],
+        "generate": ["--model", str(folder), "--prompts", data],
+    }[command]
+    done = CliRunner().invoke(app, [command, *arguments])
+    assert done.exit_code == 2 and "holds its weights as pickles" in done.stderr, done
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_weights_are_never_read_from_pickles():
+    """Every place that loads a model's weights asks for safetensors."""
+    for path in PACKAGE.glob("*.py"):
+        for name, call in calls(path):
+            if name == "AutoModelForCausalLM.from_pretrained":
+                words = {k.arg: ast.unparse(k.value) for k in call.keywords}
+                assert words.get("use_safetensors") == "True" or words.get(None) == "_SAFE", path
+    assert '"use_safetensors": True' in (PACKAGE / "run.py").read_text()
 
 
 def test_a_checkpoint_cannot_run_code(tmp_path):
