@@ -39,6 +39,7 @@ from minitlt.ngram import MergedDrafter, NgramDrafter
 from minitlt.spec import Arm, Bandit, RolloutEngine, Row, SamplingParams
 from minitlt.target import make_target
 from minitlt.tasks import encode_prompt, is_prompt
+from minitlt.tensorfile import fingerprint
 
 _CHUNK = 1024  # prompts handed to the engine at once; it refills its slots from them
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,9 +51,9 @@ Prompt = str | list[dict[str, Any]]
 
 @dataclass
 class Served:
-    """A model, loaded, with everything that drafts for it; weights: which ones, in which dtype."""
+    """A model, loaded, with everything that drafts for it; weights: a fingerprint of them."""
 
-    weights: tuple[str, str]
+    weights: str
     engine: RolloutEngine
     tokenizer: Any
     stop_ids: tuple[int, ...]
@@ -95,7 +96,9 @@ def load_served(
     engine = RolloutEngine(
         target, drafters, Bandit(chosen), max_rows=max_rows, decode=tokenizer.decode
     )
-    return Served((str(Path(path).resolve()), dtype), engine, tokenizer, stop_ids)
+    # The start of each tensor tells another model, dtype or train step; not where the files lie.
+    parts = {name: tensor.detach().flatten()[:256] for name, tensor in module.named_parameters()}
+    return Served(fingerprint(parts), engine, tokenizer, stop_ids)
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -237,10 +240,10 @@ def generate(
     """Completes every prompt whose index is not in `skip`; on_row gets each row as it finishes.
 
     raw: text prompts go in as they are, not as a user's message through the chat template.
-    Raises ValueError for prompts that do not fit the model's context.
+    Prompts are encoded as their turn comes. Raises ValueError for one that does not fit the model's
+    context; the rows before it are done then.
     """
     left = sorted(set(range(len(prompts))) - set(skip))
-    ids = {i: _encode(served, prompts[i], raw, i) for i in left}
     engine, meter = served.engine, Meter(len(left))
     engine.on_step = on_step or meter.step
     for start in range(0, len(left), _CHUNK):
@@ -255,8 +258,9 @@ def generate(
             on_row({"index": index, "prompt": prompts[index]} | done)
 
         engine.on_finish = finish
+        ids = [_encode(served, prompts[i], raw, i) for i in chunk]
         keys = [row_key(seed, 0, i) for i in chunk]
-        meter.add(engine.generate([ids[i] for i in chunk], params, keys).stats)
+        meter.add(engine.generate(ids, params, keys).stats)
     meter.say()
 
 
@@ -311,7 +315,7 @@ def run_generate(
         on_step = printer.step if live else None
         generate(served, prompts, params, printer.finish, seed=seed, raw=raw, on_step=on_step)
         return
-    rows = RowFile(out, prompts, repr((*served.weights, seed, raw, astuple(params))))
+    rows = RowFile(out, prompts, repr((served.weights, seed, raw, astuple(params))))
     try:
         if rows.done:
             print(f"{len(rows.done)} of {len(prompts)} rows are in {out}", file=sys.stderr)
