@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +89,7 @@ def export_drafter(
         folder / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"})
     )
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # that leaves it private
     return folder
 
 

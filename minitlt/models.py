@@ -89,6 +89,9 @@ def resolve_model(name_or_path: str, hub_timeout: float = 5.0) -> str:
         if not (folder / "config.json").is_file():
             raise ModelNotFound(f"model folder {name!r} holds no config.json; give one written by "
                                 "save_pretrained")  # fmt: skip
+        if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
+            raise ModelNotFound(f"model folder {name!r} holds its weights as pickles, which are "
+                                "not read; save_pretrained writes safetensors")  # fmt: skip
         return str(folder)
     if name == DEFAULT_MODEL or (name == DEFAULT_HUB_ID and default_is_cached()):
         return _default_model()
@@ -128,8 +131,8 @@ def _hub_snapshot(name: str) -> str | None:
     if not isinstance(config, str):
         return None
     folder = Path(config).parent
-    weights = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
-    return str(folder) if weights and any(folder.glob("tokenizer*.json")) else None
+    whole = any(folder.glob("*.safetensors")) and any(folder.glob("tokenizer*.json"))
+    return str(folder) if whole else None
 
 
 def resolve_drafter(name: str) -> Path:

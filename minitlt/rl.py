@@ -20,15 +20,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import le
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
+from transformers.trainer import TRAINING_ARGS_NAME
 from trl import GRPOTrainer
 
 from minitlt.common import suggest
@@ -283,6 +286,13 @@ class MiniTLTTrainer(GRPOTrainer):
         parts.proposer.reload()
         parts.engine.bandit.renew(parts.proposer.name)
         return receipt
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        folder = Path(output_dir or self.args.output_dir)
+        for path in folder.glob("*.safetensors") if self.args.should_save else ():
+            # The library makes them private, whatever the user's umask says.
+            shutil.copymode(folder / TRAINING_ARGS_NAME, path)
 
     def _between_steps(self, engine: RolloutEngine) -> None:
         self.speculation.between_steps(engine)

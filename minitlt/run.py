@@ -309,6 +309,7 @@ def _make_trainer(prepared: Prepared, log: EventLog) -> MiniTLTTrainer:
         "attn_implementation": model.attn_implementation or "sdpa",
         "dtype": model.dtype,
         "trust_remote_code": bool(args.trust_remote_code),
+        "use_safetensors": True,
         "device_map": None,  # TRL's default would spread it over all GPUs that a rank can see
         **(args.model_init_kwargs or {}),
     }

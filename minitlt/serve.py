@@ -39,20 +39,22 @@ from minitlt.ngram import MergedDrafter, NgramDrafter
 from minitlt.spec import Arm, Bandit, RolloutEngine, Row, SamplingParams
 from minitlt.target import make_target
 from minitlt.tasks import encode_prompt, is_prompt
+from minitlt.tensorfile import fingerprint
 
 _CHUNK = 1024  # prompts handed to the engine at once; it refills its slots from them
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ADAPTER = "adapter_config.json"  # what a LoRA run's policy has in the place of config.json
 _NO_CODE = {"trust_remote_code": False}  # left out, transformers would ask on the terminal
+_SAFE = {**_NO_CODE, "use_safetensors": True}  # of weights: no pickles
 _ROW = b'{"index": '  # what every line of the output begins with
 Prompt = str | list[dict[str, Any]]
 
 
 @dataclass
 class Served:
-    """A model, loaded, with everything that drafts for it; weights: which ones, in which dtype."""
+    """A model, loaded, with everything that drafts for it; weights: a fingerprint of them."""
 
-    weights: tuple[str, str]
+    weights: str
     engine: RolloutEngine
     tokenizer: Any
     stop_ids: tuple[int, ...]
@@ -89,9 +91,9 @@ def load_served(
     drafters: list[Any] = [NgramDrafter()]
     eagle = _read_drafter(folder, config, weights, device) if folder else None
     with reading(Path(path)):
-        module = AutoModelForCausalLM.from_pretrained(path, dtype=weights, **_NO_CODE).to(device)
+        module = AutoModelForCausalLM.from_pretrained(path, dtype=weights, **_SAFE).to(device)
     if of_lora:
-        module, path = _merged(module, adapter), str(adapter)
+        module = _merged(module, adapter)
     stop_ids = stop_tokens(module, tokenizer)
     target = make_target(module, dtype=weights, device=device)
     if eagle is not None:
@@ -101,7 +103,9 @@ def load_served(
     engine = RolloutEngine(
         target, drafters, Bandit(chosen), max_rows=max_rows, decode=tokenizer.decode
     )
-    return Served((str(Path(path).resolve()), dtype), engine, tokenizer, stop_ids)
+    # The start of each tensor tells another model, dtype or train step; not where the files lie.
+    parts = {name: tensor.detach().flatten()[:256] for name, tensor in module.named_parameters()}
+    return Served(fingerprint(parts), engine, tokenizer, stop_ids)
 
 
 def _merged(module: Any, adapter: Path) -> Any:
@@ -260,10 +264,10 @@ def generate(
     """Completes every prompt whose index is not in `skip`; on_row gets each row as it finishes.
 
     raw: text prompts go in as they are, not as a user's message through the chat template.
-    Raises ValueError for prompts that do not fit the model's context.
+    Prompts are encoded as their turn comes. Raises ValueError for one that does not fit the model's
+    context; the rows before it are done then.
     """
     left = sorted(set(range(len(prompts))) - set(skip))
-    ids = {i: _encode(served, prompts[i], raw, i) for i in left}
     engine, meter = served.engine, Meter(len(left))
     engine.on_step = on_step or meter.step
     for start in range(0, len(left), _CHUNK):
@@ -278,8 +282,9 @@ def generate(
             on_row({"index": index, "prompt": prompts[index]} | done)
 
         engine.on_finish = finish
+        ids = [_encode(served, prompts[i], raw, i) for i in chunk]
         keys = [row_key(seed, 0, i) for i in chunk]
-        meter.add(engine.generate([ids[i] for i in chunk], params, keys).stats)
+        meter.add(engine.generate(ids, params, keys).stats)
     meter.say()
 
 
@@ -334,7 +339,7 @@ def run_generate(
         on_step = printer.step if live else None
         generate(served, prompts, params, printer.finish, seed=seed, raw=raw, on_step=on_step)
         return
-    rows = RowFile(out, prompts, repr((*served.weights, seed, raw, astuple(params))))
+    rows = RowFile(out, prompts, repr((served.weights, seed, raw, astuple(params))))
     try:
         if rows.done:
             print(f"{len(rows.done)} of {len(prompts)} rows are in {out}", file=sys.stderr)
@@ -376,7 +381,7 @@ def export(
         raise ValueError(f"DEST {str(folder)!r} is a file; choose a folder")
     target = resolve_model(model or _policy_of(source))
     with reading(Path(target)):
-        module = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, **_NO_CODE)
+        module = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, **_SAFE)
     drafter = _read_drafter(origin, module.config, torch.float32, torch.device("cpu"), read_as)
     drafter.tie(module.get_input_embeddings().weight, module.get_output_embeddings().weight)
     where = str(Path(target).resolve()) if Path(target).is_dir() else target

@@ -55,7 +55,7 @@ class SharedFiles:
         """Publishes atomically; returns the bytes written. OSError if they do not fit."""
         beside = self.own.with_suffix(".tmp")
         try:
-            size = write_tensors(beside, tensors, header)
+            size = write_tensors(beside, tensors, header, mode=0o600)
             os.replace(beside, self.own)
         except OSError:
             beside.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ How to run: swap.py, eagle3.py and run.py use this; `pytest tests/test_swap.py`.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zlib
 from collections.abc import Mapping
@@ -38,9 +39,12 @@ _KINDS = {
 }
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], header: dict[str, str]) -> int:
-    """Writes a new file; returns its bytes. OSError if they do not fit."""
-    entries: dict[str, Any] = {"__metadata__": header | {_CHECKSUM: fingerprint(tensors)}}
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], header: dict[str, str], mode: int = 0o666
+) -> int:
+    """Writes a new file; returns its bytes. mode: as of os.open. OSError if they do not fit."""
+    checksum = fingerprint(tensors) + _layout(tensors, header)
+    entries: dict[str, Any] = {"__metadata__": header | {_CHECKSUM: checksum}}
     views, start = [], 0
     # Wide types come first, so that every tensor is aligned.
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
@@ -51,7 +55,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], header: dict[
         start = end
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.writelines(views)
         return file.tell()
@@ -64,9 +68,17 @@ def read_tensors(path: Path, hint: str = "") -> tuple[Tensors, dict[str, str]]:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if fingerprint(tensors) != header.get(_CHECKSUM):
+        checksum, bits = header.pop(_CHECKSUM, ""), fingerprint(tensors)
+        # Files of earlier versions, as the drafter that comes with the package, have the bits only.
+        if checksum not in (bits, bits + _layout(tensors, header)):
             raise ValueError("its checksum is wrong")
     return tensors, header
+
+
+def _layout(tensors: Mapping[str, torch.Tensor], header: dict[str, str]) -> str:
+    """Checksum (crc32, hex) of all that the file says beside the bits."""
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    return f"{zlib.crc32(json.dumps([shapes, header], sort_keys=True).encode()):08x}"
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:

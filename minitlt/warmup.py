@@ -47,7 +47,7 @@ def run_warmup(prepared: Prepared, folder: Path, seconds: float, steps: int = 0)
     device = torch.device("cpu" if on_cpu else "cuda")
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=prepared.model.dtype, trust_remote_code=False
+        path, dtype=prepared.model.dtype, trust_remote_code=False, use_safetensors=True
     ).to(device)
     parts = build_speculation(
         model,

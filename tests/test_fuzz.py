@@ -18,6 +18,7 @@ import yaml
 from grpo import make_trainer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import save_tiny_model
 from trl import GRPOConfig, ModelConfig
@@ -28,6 +29,7 @@ from minitlt.config import BLOCKS, RolloutConfig
 from minitlt.eagle3 import DrafterConfig, load_drafter, save_drafter
 from minitlt.serve import RowFile, read_prompts
 from minitlt.spot import SpotConfig
+from minitlt.tensorfile import read_tensors, write_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FEW, MANY = 25, 500
@@ -183,7 +185,11 @@ def spoil(data, how):
 def same(left, right):
     """A flipped blank of a header changes nothing; what is read must be what was written."""
     a, b = load_file(left), load_file(right)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    equal = a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
+    )
+    with safe_open(left, "pt") as one, safe_open(right, "pt") as other:
+        return equal and one.metadata() == other.metadata()
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +241,25 @@ def test_spoiled_checkpoints_are_refused(checkpoint, tmp_path, examples):
     assert run.last_checkpoint(folder).name == "checkpoint-1"
 
 
+def test_every_digit_of_a_header_counts(tmp_path):
+    """Numbers, shapes, places and the checksum itself."""
+    path = tmp_path / "file"
+    tensors = {"a": torch.arange(16).view(2, 8), "b": torch.zeros(5)}
+    write_tensors(path, tensors, {"step": "12", "sizes": '{"heads": 8}'})
+    assert read_tensors(path)[1] == {"step": "12", "sizes": '{"heads": 8}'}
+    whole = path.read_bytes()
+    start, end = 8, 8 + int.from_bytes(whole[:8], "little")
+    spoiled = [whole.replace(b"[2, 8]", b"[8, 2]"), whole.replace(b'"step"', b'"stop"')]
+    for place in range(start, end):
+        if whole[place : place + 1].isdigit():
+            spoiled += [whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]]
+    assert len(spoiled) > 25 and whole not in spoiled
+    for data in spoiled:
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match="torn or foreign"):
+            read_tensors(path)
+
+
 @pytest.mark.parametrize("examples", BOTH)
 def test_spoiled_drafters_are_refused_or_whole(checkpoint, tiny, tmp_path, examples):
     _, folder = checkpoint
@@ -250,6 +275,8 @@ def test_spoiled_drafters_are_refused_or_whole(checkpoint, tiny, tmp_path, examp
             load_drafter(path.parent)
         except ValueError as error:
             assert str(path) in str(error) and "\n" not in str(error)
+        else:
+            assert same(path, good), how
 
     path.write_bytes(whole[:-1])
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')

@@ -62,7 +62,7 @@ ALLOWED = {
     "compare": {"events", "report"},
     "doctor": {"kernels", "models"},
     "serve": {"drafter", "eagle3", "export", "kernels", "models", "ngram", "spec", "target",
-              "tasks"},
+              "tasks", "tensorfile"},
     "warmup": {"distill", "eagle3", "kernels", "rl", "run", "serve", "spec", "spot", "tasks"},
     "cli": {"compare", "config", "doctor", "launch", "models", "page", "report", "run", "serve",
             "simulate", "spec", "stop", "warmup"},

@@ -17,14 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from grpo import make_trainer
+from safetensors.torch import load_file
 from tiny import save_tiny_model
 from typer.testing import CliRunner
 
 from minitlt.cli import app
 from minitlt.eagle3 import load_drafter, save_drafter
 from minitlt.events import EventLog
+from minitlt.export import export_drafter
 from minitlt.launch import open_run_folder
 from minitlt.spot import SpotTrainer
+from minitlt.swap import SharedFiles
 
 PACKAGE = Path(__file__).parent.parent / "minitlt"
 RUNS_CODE = {"eval", "exec", "compile", "__import__", "breakpoint"}
@@ -98,6 +101,33 @@ def test_remote_code_is_off_unless_asked_for(foreign, tmp_path, command):
     assert not canary.exists()
 
 
+@pytest.mark.parametrize("command", ["train", "generate"])
+def test_weights_that_are_pickles_are_refused(tmp_path, command):
+    folder = save_tiny_model(tmp_path / "model", num_hidden_layers=2)
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+    (tmp_path / "in.jsonl").write_text('{"prompt": "2 + 2", "answer": "4"}\n')
+    data = str(tmp_path / "in.jsonl")
+    arguments = {
+        "train": ["--model_name_or_path", str(folder), "--task", data, "--dry-run"],
+        "generate": ["--model", str(folder), "--prompts", data],
+    }[command]
+    done = CliRunner().invoke(app, [command, *arguments])
+    assert done.exit_code == 2 and "holds its weights as pickles" in done.stderr, done
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_weights_are_never_read_from_pickles():
+    """Every place that loads a model's weights asks for safetensors."""
+    for path in PACKAGE.glob("*.py"):
+        for name, call in calls(path):
+            if name == "AutoModelForCausalLM.from_pretrained":
+                words = {k.arg: ast.unparse(k.value) for k in call.keywords}
+                assert words.get("use_safetensors") == "True" or words.get(None) == "_SAFE", path
+    assert '"use_safetensors": True' in (PACKAGE / "run.py").read_text()
+
+
 def test_a_checkpoint_cannot_run_code(tmp_path):
     """The policy's optimizer is TRL's to save and load: a pickle put in its place is not run."""
 
@@ -157,3 +187,26 @@ def test_files_of_a_run_have_the_users_permissions(tmp_path):
         os.umask(before)
     found = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "run").iterdir()}
     assert found == {"config.yaml": 0o600, "events.jsonl": 0o600, "logs": 0o700}
+
+
+def test_weights_have_the_users_permissions_too(tmp_path):
+    """safetensors makes its files private; ours in shared memory are private whatever the umask."""
+    before = os.umask(0o022)
+    try:
+        model = save_tiny_model(tmp_path / "model", num_hidden_layers=2)
+        trainer = make_trainer(model, tmp_path, save_steps=1, save_strategy="steps", steps=1)
+        trainer.train()
+        trainer.save_model(tmp_path / "policy")
+        parts = trainer.speculation
+        drafter = save_drafter(tmp_path / "drafter", parts.drafter)
+        export_drafter(parts.drafter, tmp_path / "exported", "vllm")
+        files = SharedFiles(tmp_path, "token", 0, 1)
+        files.write({"w": torch.zeros(4)}, {})
+    finally:
+        os.umask(before)
+    saved = tmp_path / "checkpoints" / "checkpoint-1", tmp_path / "policy", tmp_path / "exported"
+    for path in [drafter, *(folder / "model.safetensors" for folder in saved)]:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o644, path
+    assert stat.S_IMODE(files.own.stat().st_mode) == 0o600
+    files.remove()
+    parts.spot.close()

@@ -3,6 +3,7 @@ exports that load back, and a warm-up whose drafter RL can start from."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,6 +200,32 @@ def test_a_file_made_otherwise_is_refused(model_dir, tmp_path):
     for place in (tmp_path, Path("/dev/zero")):
         with pytest.raises(ValueError, match="is not a plain file"):
             RowFile(place, PROMPTS, "T=1")
+
+
+def test_the_stamp_is_of_the_weights_themselves(model_dir, tmp_path):
+    """Another train step in the same folder, or another dtype: other rows. A copy: the same."""
+    own = served(model_dir).weights
+    assert load_served(str(model_dir), arms=["off"], dtype="auto").weights == own  # fp32 on a CPU
+    assert load_served(str(model_dir), arms=["off"], dtype="bf16").weights != own
+    shutil.copytree(model_dir, tmp_path / "copy")
+    assert served(tmp_path / "copy").weights == own
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight += 1e-3
+    model.save_pretrained(tmp_path / "copy")
+    out = tmp_path / "out.jsonl"
+    run_generate(served(model_dir), ["a"], PARAMS, out, seed=0, raw=True, live=False)
+    with pytest.raises(ValueError, match="made from another model, seed or sampling"):
+        run_generate(served(tmp_path / "copy"), ["a"], PARAMS, out, seed=0, raw=True, live=False)
+
+
+def test_prompts_are_encoded_as_their_turn_comes(model_dir, monkeypatch):
+    """A bad prompt far behind does not cost the rows before it, nor a long file the memory."""
+    monkeypatch.setattr("minitlt.serve._CHUNK", 2)
+    rows = []
+    with pytest.raises(ValueError, match=r"prompt 4 has \d+ tokens"):
+        generate(served(model_dir), ["a", "b", "c", "d", "x" * 600], PARAMS, rows.append)
+    assert sorted(row["index"] for row in rows) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -282,7 +282,7 @@ def test_rewards_that_are_hard_to_interrupt_end(function: Any) -> None:
 
 @pytest.mark.parametrize(
     ("library", "said"),
-    [("CDLL", "minitlt: reward deadlock hangs in native code"), ("PyDLL", "in deadlock")],
+    [("CDLL", "minitlt: reward deadlock hangs, and nothing"), ("PyDLL", "in deadlock")],
 )
 def test_a_reward_that_hangs_in_native_code_ends_the_process(library: str, said: str) -> None:
     """PyDLL keeps the interpreter's lock: not even a thread can speak."""
