@@ -17,6 +17,7 @@ from math import floor, log10
 from pathlib import Path
 from typing import Any
 
+from minitlt.common import counted
 from minitlt.events import Event, parse_line
 from minitlt.events import read_events as read_events
 
@@ -251,7 +252,8 @@ class Board:
             self._started, self._recent = self._started or event["t"], []
             self.doing = dict.fromkeys(range(event["world_size"]), "starting")
             target = event["target"].get("name", "?")
-            return [f"{target}, {event['world_size']} ranks, {self.total_steps} steps"]
+            ranks, steps = counted(event["world_size"], "rank"), counted(self.total_steps, "step")
+            return [f"{target}, {ranks}, {steps}"]
         elif name == "update":
             self.doing = dict.fromkeys(self.doing, "waiting")
             return [self._step_line(event)]
