@@ -296,6 +296,33 @@ def test_accept_length_is_a_ratio_of_sums(tmp_path):
     assert step_table(read_events(tmp_path / "e.jsonl"))[0]["accept_len"] == pytest.approx(1.2)
 
 
+def test_the_drafters_loss_is_the_mean_over_its_windows(tmp_path):
+    """Step 1: 4 and 2 on rank 0, 3 on rank 1, after a first try that a resume took back; step 2
+    has logged no drafter step, only how its window ended."""
+    log = EventLog(tmp_path / "e.jsonl", rank=0)
+    for rank, losses in ((0, [9.0]), (0, [4.0, 2.0]), (1, [3.0])):
+        log.rank = rank
+        log.write("harvest_start", step=1)
+        for n, loss in enumerate(losses, 1):
+            log.write("harvest_step", step=1, n=n, seconds=0.1, loss=loss, tokens=8)
+    for step, loss in ((1, 2.0), (2, 1.5)):
+        log.write(
+            "harvest_end",
+            step=step,
+            available_s=1.0,
+            harvested_s=1.0,
+            overshoot_s=0.0,
+            drafter_steps=2,
+            tokens=16,
+            loss_first=4.0,
+            loss_last=loss,
+            buffer_tokens=8,
+        )
+        log.write("update", step=step, step_seconds=1.0)  # fmt: skip
+    rows = step_table(read_events(tmp_path / "e.jsonl"))
+    assert [row["drafter_loss"] for row in rows] == [3.0, 1.5]
+
+
 def test_measured_keys_come_from_the_summary_event(fake):
     summary = summarize(read_events(fake / "events.jsonl"))
     assert set(summary) == set(table("summary"))
