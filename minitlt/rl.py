@@ -157,6 +157,7 @@ class MiniTLTTrainer(GRPOTrainer):
         self.evaluations = 0
         self._fingerprint: tuple[Any, ...] = ()
         self._tell_at = 0.0  # when the next progress event is due
+        self._digest = (0, "")  # step, hash of what this rank has drawn in it so far
         self.guards = Guards(self._write)
         self.last_rollout: Rollout | None = None
         self.last_prompts: list[list[int]] = []
@@ -297,6 +298,9 @@ class MiniTLTTrainer(GRPOTrainer):
     def _log_rollout(self, step: int, rollout: Rollout) -> int:
         """Returns how many hot swaps the rollout had."""
         stats = rollout.stats
+        before = self._digest[1] if self._digest[0] == step else ""
+        text = before + json.dumps(rollout.completion_ids)
+        self._digest = (step, hashlib.sha256(text.encode()).hexdigest()[:16])
         self._write(
             "rollout_end",
             step=step,
@@ -308,7 +312,7 @@ class MiniTLTTrainer(GRPOTrainer):
             accept_by_position=stats.accept_by_position,
             drafts_by_position=stats.drafted,
             lengths=[len(c) for c in rollout.completion_ids],
-            digest=hashlib.sha256(json.dumps(rollout.completion_ids).encode()).hexdigest()[:16],
+            digest=self._digest[1],
             truncated=rollout.finish_reasons.count("length"),
             arms=stats.arms,
             arms_by_rows=stats.arms_by_rows,
