@@ -38,6 +38,14 @@ def suggest(name: str, valid: Iterable[str]) -> str:
     return "valid: " + ", ".join(names[:12]) + (", .." if len(names) > 12 else "")
 
 
+def counted(number: float, word: str) -> str:
+    """
+    >>> counted(1, "rank"), counted(2, "rank"), counted(0.5, "generation")
+    ('1 rank', '2 ranks', '0.5 generations')
+    """
+    return f"{number:.12g} {word}{'s' * (number != 1)}"
+
+
 def one_line(error: object) -> str:
     return " ".join(str(error).split())
 

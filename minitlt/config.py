@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from minitlt.common import one_line, option, suggest
+from minitlt.common import counted, one_line, option, suggest
 
 BLOCKS = ("task", "rollout", "drafter", "spot")
 DEFAULT_RECIPE = "01_smollm2_cpu"
@@ -385,13 +385,14 @@ def batch_algebra(args: Any, world_size: int) -> list[str]:
     if min(group, per_device, steps, args.num_iterations) < 1:
         raise ConfigError("per_device_train_batch_size, steps_per_generation, num_generations and "
                           "num_iterations must be at least 1")  # fmt: skip
+    every = counted(world_size * local, "completion")
     lines = [
-        f"{world_size} ranks x per_device_train_batch_size {per_device} x steps_per_generation "
-        f"{steps} = {world_size * local} completions per generation",
-        f"{local} completions per rank / num_generations {group} = {local / group:g} prompts per "
-        "rank",
+        f"{counted(world_size, 'rank')} x per_device_train_batch_size {per_device} x "
+        f"steps_per_generation {steps} = {every} per generation",
+        f"{counted(local, 'completion')} per rank / num_generations {group} = "
+        f"{counted(local / group, 'prompt')} per rank",
         f"gradient_accumulation_steps {accumulate}: "
-        f"{accumulate / (steps * args.num_iterations):g} generations per optimizer step",
+        f"{counted(accumulate / (steps * args.num_iterations), 'generation')} per optimizer step",
     ]
     if local % group:
         raise ConfigError(

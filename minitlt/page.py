@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from minitlt.charts import COLOURS, Picture, Run
-from minitlt.common import write_atomically
+from minitlt.common import counted, write_atomically
 from minitlt.events import Event, table
 from minitlt.pictures import draw, write_pngs
 from minitlt.report import duration, mean, number, summarize, summary_rows, thirds
@@ -47,7 +47,7 @@ def _headline(run: Run) -> str:
     target = run.opened.get("target", {}).get("name", "unknown model")
     ranks = run.opened.get("world_size", 1)
     wall = duration(run.at(run.events[-1]))
-    return f"{target}, {ranks} rank{'s' * (ranks != 1)}, {len(run.steps)} steps in {wall}"
+    return f"{target}, {counted(ranks, 'rank')}, {counted(len(run.steps), 'step')} in {wall}"
 
 
 def _summary(runs: list[Run]) -> dict[str, list[Any]]:

@@ -354,8 +354,8 @@ def draw_harvest(runs: list[Run]) -> Drawn:
 
 @picture(
     "Drafter loss",
-    "Loss of the drafter's last train step in each step's idle windows, mean over ranks. It jumps "
-    "with the text of that one pack, half of it from the longest rows; what counts is acceptance.",
+    "Mean loss of the drafter's train steps in each step's idle windows (one a second is logged), "
+    "all ranks. It moves with the text of their packs as well; what counts is acceptance.",
     compares=True,
 )
 def draw_drafter_loss(runs: list[Run]) -> Drawn:

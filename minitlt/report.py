@@ -17,6 +17,7 @@ from math import floor, log10
 from pathlib import Path
 from typing import Any
 
+from minitlt.common import counted
 from minitlt.events import Event, parse_line
 from minitlt.events import read_events as read_events
 
@@ -93,10 +94,26 @@ _OF_WINDOWS = {"idle_available_s": "available_s", "idle_harvested_s": "harvested
                "overshoot_s": "overshoot_s", "drafter_steps": "drafter_steps"}  # fmt: skip
 
 
+def _window_losses(events: list[Event]) -> dict[int, list[float | None]]:
+    """Step -> the losses that the log has of the drafter steps in its windows, of all ranks."""
+    found: dict[tuple[int, int], list[float | None]] = {}
+    for event in events:
+        if event["event"] == "harvest_start":  # after a resume a window may be there twice
+            found[event["step"], event["rank"]] = []
+        elif event["event"] == "harvest_step":
+            found.setdefault((event["step"], event["rank"]), []).append(event["loss"])
+    losses: dict[int, list[float | None]] = {}
+    for (step, _), own in found.items():
+        if own:
+            losses.setdefault(step, []).extend(own)
+    return losses
+
+
 def step_table(events: list[Event]) -> list[dict[str, Any]]:
     """One dict per step with the columns of metrics.md, over all ranks; None where not logged."""
     updates = {step: ranks[0] for step, ranks in by_step(events, "update").items()}
     rollouts, harvests = by_step(events, "rollout_end"), by_step(events, "harvest_end")
+    losses = _window_losses(events)
     clock = {id(event): at for event, at in zip(events, run_seconds(events), strict=True)}
     plain = _plain_costs(end for ends in rollouts.values() for end in ends)
     rows = []
@@ -116,7 +133,7 @@ def step_table(events: list[Event]) -> list[dict[str, Any]]:
             "saved_s": sum(saved_seconds(end, plain) for end in ends) if plain and ends else None,
             **{name: sum(window[field] for window in windows) if windows else None
                for name, field in _OF_WINDOWS.items()},
-            "drafter_loss": mean(window["loss_last"] for window in windows),
+            "drafter_loss": mean(losses.get(step, [window["loss_last"] for window in windows])),
         }  # fmt: skip
         if not windows and len(ends) > 1:  # nobody harvested: the idle time was there all the same
             last = max(end["t"] for end in ends)
@@ -294,7 +311,8 @@ class Board:
             self._started, self._recent = self._started or event["t"], []
             self.doing = dict.fromkeys(range(event["world_size"]), "starting")
             target = event["target"].get("name", "?")
-            return [f"{target}, {event['world_size']} ranks, {self.total_steps} steps"]
+            ranks, steps = counted(event["world_size"], "rank"), counted(self.total_steps, "step")
+            return [f"{target}, {ranks}, {steps}"]
         elif name == "update":
             self.doing = dict.fromkeys(self.doing, "waiting")
             return [self._step_line(event)]

@@ -164,6 +164,7 @@ class MiniTLTTrainer(GRPOTrainer):
         parts, learned = self.speculation, drafter and drafter.start not in ("random", "target")
         self.guards = Guards(self._write, [parts.proposer.name, MergedDrafter.name] * bool(learned))
         self._usual_gap = math.inf  # mean logprob gap of the first sound check
+        self._digest = (0, "")  # step, hash of what this rank has drawn in it so far
         self.last_rollout: Rollout | None = None
         self.last_prompts: list[list[int]] = []
         self.add_callback(RunLogCallback(self))
@@ -319,6 +320,9 @@ class MiniTLTTrainer(GRPOTrainer):
     def _log_rollout(self, step: int, rollout: Rollout) -> int:
         """Returns how many hot swaps the rollout had."""
         stats = rollout.stats
+        before = self._digest[1] if self._digest[0] == step else ""
+        text = before + json.dumps(rollout.completion_ids)
+        self._digest = (step, hashlib.sha256(text.encode()).hexdigest()[:16])
         self._write(
             "rollout_end",
             step=step,
@@ -330,7 +334,7 @@ class MiniTLTTrainer(GRPOTrainer):
             accept_by_position=stats.accept_by_position,
             drafts_by_position=stats.drafted,
             lengths=[len(c) for c in rollout.completion_ids],
-            digest=hashlib.sha256(json.dumps(rollout.completion_ids).encode()).hexdigest()[:16],
+            digest=self._digest[1],
             truncated=rollout.finish_reasons.count("length"),
             arms=stats.arms,
             arms_by_rows=stats.arms_by_rows,

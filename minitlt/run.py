@@ -4,7 +4,7 @@
 algebra, the model, the task. `train` runs MiniTLTTrainer, and rank 0 then generates a sample of
 the run's rows again, plain and speculative, to state speed and equality on identical rollouts.
 
-The run folder: config.yaml, events.jsonl, checkpoints/, policy/, drafter/, summary.json,
+The run folder: config.yaml (as given), events.jsonl, checkpoints/, policy/, drafter/, summary.json,
 report.html, pictures/. How to try it: `minitlt train --dry-run`, `minitlt train`.
 """
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -356,10 +357,12 @@ def test_accelerate_configs_that_cannot_run_here_say_so(
     assert not (tmp_path / "r").exists()
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch):
+def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(typer.Exit):
         _check_devices(4, on_cpu=False, accelerated=False)
+    page = re.search(r"or see (\S+)", capsys.readouterr().err)[1]
+    assert (Path(__file__).parent.parent / page).is_file()
     _check_devices(2, on_cpu=False, accelerated=False)
     _check_devices(4, on_cpu=True, accelerated=False)
     with pytest.raises(typer.Exit):

@@ -5,9 +5,11 @@ How to run: python -m pytest tests/test_report.py
 
 import ast
 import doctest
+import html
 import json
 import logging
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -330,6 +332,33 @@ def test_saved_seconds_by_hand(tmp_path):
     assert step_table(read_events(log.path))[0]["saved_s"] == pytest.approx(6.0)
 
 
+def test_the_drafters_loss_is_the_mean_over_its_windows(tmp_path):
+    """Step 1: 4 and 2 on rank 0, 3 on rank 1, after a first try that a resume took back; step 2
+    has logged no drafter step, only how its window ended."""
+    log = EventLog(tmp_path / "e.jsonl", rank=0)
+    for rank, losses in ((0, [9.0]), (0, [4.0, 2.0]), (1, [3.0])):
+        log.rank = rank
+        log.write("harvest_start", step=1)
+        for n, loss in enumerate(losses, 1):
+            log.write("harvest_step", step=1, n=n, seconds=0.1, loss=loss, tokens=8)
+    for step, loss in ((1, 2.0), (2, 1.5)):
+        log.write(
+            "harvest_end",
+            step=step,
+            available_s=1.0,
+            harvested_s=1.0,
+            overshoot_s=0.0,
+            drafter_steps=2,
+            tokens=16,
+            loss_first=4.0,
+            loss_last=loss,
+            buffer_tokens=8,
+        )
+        log.write("update", step=step, step_seconds=1.0)  # fmt: skip
+    rows = step_table(read_events(tmp_path / "e.jsonl"))
+    assert [row["drafter_loss"] for row in rows] == [3.0, 1.5]
+
+
 def test_measured_keys_come_from_the_summary_event(fake):
     summary = summarize(read_events(fake / "events.jsonl"))
     assert set(summary) == set(table("summary"))
@@ -475,6 +504,38 @@ def test_page_shows_every_picture_with_both_sentences(fake, page):
         assert picture.shows.endswith(".") and picture.concludes.endswith(".")
         png = fake / "pictures" / f"{picture.name}.png"
         assert png.read_bytes().startswith(b"\x89PNG")
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
+MEASURE = """<body><iframe width={width} height=800 style="border:0" srcdoc="{page}"></iframe>
+<p id=said></p><script>onload = () => {{
+  const inner = window.frames[0], root = inner.document.documentElement;
+  const wide = [...inner.document.querySelectorAll("*")]
+    .filter(e => e.getBoundingClientRect().right > inner.innerWidth + 1).map(e => e.outerHTML);
+  document.getElementById("said").textContent =
+    JSON.stringify([inner.innerWidth, root.scrollWidth, wide.map(e => e.slice(0, 80))]);
+}}</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BROWSER, reason="needs chromium or Chrome")
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_page_fits_a_phone_and_a_desk(fake, tmp_path, width, many):
+    """Nothing is wider than the window, details opened, one run or two with long names."""
+    other = tmp_path / "01_smollm2_cpu-20260101-120000"
+    write_fake_run(other, steps=4, seed=1)
+    page = render_report([fake, other][: 1 + many], tmp_path / "page.html").read_text()
+    page = page.replace("<details", "<details open")
+    shown = MEASURE.format(width=width, page=html.escape(page))
+    (tmp_path / "frame.html").write_text(shown, encoding="utf-8")
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "frame.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    said = html.unescape(re.search(r'<p id="said">(.*?)</p>', done.stdout)[1])
+    inner, scroll, too_wide = json.loads(said)
+    assert inner in (width, width - 15)  # less a scroll bar
+    assert scroll <= inner and too_wide == []
 
 
 def test_svg_is_text_with_colour_variables(fake):

@@ -154,6 +154,26 @@ def test_an_evaluation_has_metrics_of_its_own_and_leaves_the_run_log_alone(model
     assert prompts and not any("say b" in prompt for prompt in prompts)
 
 
+def test_the_digest_of_a_step_covers_all_its_generations(model_dir, tmp_path):
+    """Two generations per step: what compare reads, the last digest, depends on the first too."""
+    digests = []
+    for name, other in (("a", False), ("b", False), ("c", True)):
+        log = EventLog(tmp_path / f"{name}.jsonl", 0)
+        many = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
+        trainer = make_trainer(model_dir, tmp_path, steps=1, log=log, length=8, **many)
+        if other:  # the first generation has other noise, the second the same
+            keys = trainer._row_keys
+            trainer._row_keys = lambda rows, training, keys=keys, trainer=trainer: [
+                key + (trainer.generation == 1) for key in keys(rows, training)
+            ]
+        trainer.train()
+        events = read_events(log.path)
+        digests.append([e["digest"] for e in events if e["event"] == "rollout_end"])
+        assert [e["step"] for e in events if e["event"] == "rollout_end"] == [1, 1]
+    assert digests[0] == digests[1] and len(digests[0][0]) == 16
+    assert digests[2][1] != digests[0][1]
+
+
 def test_trackers_get_our_metrics_too(model_dir, tmp_path):
     """What `report_to` is handed, with a drafter that trains inline: sums over ranks."""
     seen = []
