@@ -211,6 +211,11 @@ class SpotTrainer:
         self._ranks.beat()
         return self._look_for_drafter() if now >= self._next_swap else None
 
+    def beat(self) -> None:
+        """Between two chunks of a prefill: a heartbeat and nothing else."""
+        if self.mode != OFF and self.state == GENERATING:
+            self._ranks.beat()
+
     def harvest(self, step: int) -> Receipt:
         """This rank's rows are done: train until the last rank's are, then merge."""
         receipt, stepped = self._open(step), False
