@@ -318,6 +318,7 @@ class SpotTrainer:
             if not (agreed := self._ranks.known("vocab")):  # choosing one takes a second of CPU
                 mine = self._within_memory("the draft vocabulary", self.trainable.choose_vocab)
                 mine = mine or merge.vocabulary(self.trainable).tolist()
+                self._busy_until = self.clock()
                 agreed = self._ranks.first("vocab", json.dumps(mine))
             self.trainable.set_vocab(json.loads(agreed))
         self._vocab_settled = True

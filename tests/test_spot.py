@@ -181,6 +181,17 @@ def test_a_vocabulary_is_chosen_once_and_after_the_rank_counts_as_done(tmp_path:
         assert trainer.vocab.tolist() == straggler.trainable.vocab.tolist() == [7, 9]
 
 
+def test_choosing_a_vocabulary_may_outlive_the_window_too(
+    alone: Callable[..., SpotTrainer],
+) -> None:
+    trainer = FakeTrainer()
+    trainer.choose_vocab = lambda: time.sleep(0.3) or [3, 4]  # type: ignore[func-returns-value]
+    trains = alone(trainer)
+    trains.begin(0)
+    receipt = trains.harvest(0)
+    assert receipt.overshoot_s > 0.2 and receipt.harvested_s == receipt.drafter_steps == 0
+
+
 def test_nothing_is_published_after_the_window(tmp_path: Path) -> None:
     """The last train step has outlived it, and publication is due."""
     with ranks_of_one_process(tmp_path) as (first, straggler):
