@@ -3,9 +3,10 @@
     python benchmarks/drafter.py [--quick] [--steps 36] [--run DIR] [--parts log ..] [--out FILE]
 
 1. `minitlt train` runs the default recipe: 2 ranks of one thread, SmolLM2, a drafter from nothing
-   (--run takes a finished run instead; it must have checkpoints). From its log alone: the part of
-   the idle windows that was harvested, how long train steps outlived them, accept lengths before
-   and after hot swaps, and the simulator's error (costs from the odd steps, replayed on the even).
+   (--run takes a finished run instead; it must have checkpoints, one of its first half too). From
+   its log alone: the part of the idle windows that was harvested, how long train steps outlived
+   them, accept lengths before and after hot swaps, and the simulator's error (costs from the odd
+   steps, replayed on the even).
 2. Fresh rollouts of the final policy, the same for all, once with the run's drafter, once with the
    copy of it that was saved after a third of the run, once with n-grams: tokens must be equal.
 3. Acceptance at position 1 on fresh tokens at T = 1: the coupled chain, eight children, and
@@ -55,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     run = options.run or train(options)
     events, lab = read_events(run / "events.jsonl"), Lab(run, options)
+    if "by_position" in options.parts:
+        lab.frozen()  # says now what is missing, not after the parts before it
     measure = {
         "log": lambda: {"run": facts(events), **idle(events), **swaps(events), **simulator(events)},
         "pair": lambda: pair(options),
@@ -298,6 +301,20 @@ class Lab:
 
         return checkpoints(self.run / "checkpoints")[which] / "minitlt"
 
+    def frozen(self) -> Path:
+        """The drafter's folder of a checkpoint in the run's first half. ValueError: there is none,
+        as when a run has kept its last checkpoint only (save_total_limit)."""
+        oldest, newest = (
+            int(self.checkpoint(which).parent.name.rpartition("-")[2]) for which in (-1, 0)
+        )
+        if 2 * oldest > newest:
+            raise ValueError(
+                f"{self.run}: the oldest checkpoint is of step {oldest} of {newest}, so it is no "
+                "frozen drafter; train with --save_steps and --save_total_limit that keep an "
+                "early one, or leave out the part by_position"
+            )
+        return self.checkpoint(-1)
+
     def buffers(self) -> list[Any]:
         """The ranks' replay buffers at the end of the run."""
         from minitlt.distill import ReplayBuffer
@@ -316,7 +333,7 @@ class Lab:
         """Identical fresh rollouts, one engine per drafter."""
         sources = {
             "adaptive": (str(self.run / "drafter"), "eagle-4"),
-            "frozen": (str(self.checkpoint(-1)), "eagle-4"),
+            "frozen": (str(self.frozen()), "eagle-4"),
             "ngram": ("target", "ngram-4"),
         }
         num = 8 if self.options.quick else 24

@@ -386,10 +386,8 @@ class DrafterTrainer:
     def _adapt(self, num_pairs: int, seconds: float) -> None:
         """The next step's size. A step cut short by a small buffer says of larger ones only that
         they take too long, if this one did."""
-        ratio, cut_short = (
-            _TARGET_SHARE * self.budget_seconds / seconds,
-            num_pairs < int(self._size),
-        )
+        ratio = _TARGET_SHARE * self.budget_seconds / seconds
+        cut_short = num_pairs < int(self._size)
         if self.config.pack_tokens or (cut_short and ratio > 1):
             return
         # Slow to grow and quick to shrink: an overlong step holds up the whole job.

@@ -150,6 +150,7 @@ class MiniTLTTrainer(GRPOTrainer):
             log=log,
         )
         self.speculation.engine.on_step = self._between_steps
+        self.speculation.engine.on_prefill = self.speculation.spot.beat
         self.speculation.engine.decode = self._tokenizer.decode
         wish = self.rollout_config.importance_sampling
         narrower = self.speculation.engine.target.dtype != self.model.dtype

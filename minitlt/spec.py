@@ -154,7 +154,8 @@ class RolloutEngine:
 
     verify: coupled | rejection. decode: token ids -> text, needed for stop strings only.
     on_step, if given, is called after every verify step with the engine; it is where a straggler
-    picks up fresher drafters and progress is logged. on_finish is called with every finished row.
+    picks up fresher drafters and progress is logged. on_prefill is called after every chunk of a
+    prompt (many long ones take minutes without a step), on_finish with every finished row.
     `policy_version` is stamped by the owner. Drafters are fed if any arm but `off` is there.
     """
 
@@ -184,6 +185,7 @@ class RolloutEngine:
         self.max_rows, self.cache_gb = max_rows, cache_gb
         self.prefill_chunk = prefill_chunk
         self.on_step, self.on_finish = on_step, on_finish
+        self.on_prefill: Callable[[], None] | None = None
         self.policy_version = 0
         self.active: list[Row] = []  # row in slot i
         self.waiting: deque[Row] = deque()
@@ -437,6 +439,8 @@ class RolloutEngine:
             )
             for drafter in self.drafters:
                 drafter.prefill(slot, start, taps)
+            if self.on_prefill:
+                self.on_prefill()
 
     def _rows_of(
         self,

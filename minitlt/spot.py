@@ -211,6 +211,11 @@ class SpotTrainer:
         self._ranks.beat()
         return self._look_for_drafter() if now >= self._next_swap else None
 
+    def beat(self) -> None:
+        """Between two chunks of a prefill: a heartbeat and nothing else."""
+        if self.mode != OFF and self.state == GENERATING:
+            self._ranks.beat()
+
     def harvest(self, step: int) -> Receipt:
         """This rank's rows are done: train until the last rank's are, then merge."""
         receipt, stepped = self._open(step), False
@@ -313,6 +318,7 @@ class SpotTrainer:
             if not (agreed := self._ranks.known("vocab")):  # choosing one takes a second of CPU
                 mine = self._within_memory("the draft vocabulary", self.trainable.choose_vocab)
                 mine = mine or merge.vocabulary(self.trainable).tolist()
+                self._busy_until = self.clock()
                 agreed = self._ranks.first("vocab", json.dumps(mine))
             self.trainable.set_vocab(json.loads(agreed))
         self._vocab_settled = True

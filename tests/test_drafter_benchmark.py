@@ -74,6 +74,16 @@ def test_fresh_rows_are_there_with_their_taps():
     assert sorted(r.prompt_len for r in rows) == [3, 4]
 
 
+def test_a_frozen_drafter_is_one_of_the_first_half(tmp_path):
+    lab = object.__new__(bench.Lab)
+    lab.run = tmp_path
+    (tmp_path / "checkpoints" / "checkpoint-36" / "minitlt").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"step 36 of 36.*save_total_limit"):
+        lab.frozen()
+    (tmp_path / "checkpoints" / "checkpoint-12" / "minitlt").mkdir(parents=True)
+    assert lab.frozen() == tmp_path / "checkpoints" / "checkpoint-12" / "minitlt"
+
+
 def test_facts_and_simulator_read_a_run(tmp_path):
     events = read_events(write_fake_run(tmp_path, steps=12))
     got = bench.facts(events)

@@ -26,6 +26,7 @@ def test_rollouts_training_and_resume(plain):
     assert house.target.num_graphs > 5
     trainer = DrafterTrainer(house.drafter, house.buffer, CONFIG)
     assert [trainer.train_step()["tokens"] > 0 for _ in range(3)] == [True] * 3
+    assert torch.cuda.current_stream().query()  # a step's seconds hold all of its work
     house.eagle.reload()
     assert house.tokens() == plain
     resumed = House(ARMS, device="cuda")

@@ -252,6 +252,15 @@ def test_the_global_generators_are_left_alone(model_dir, tmp_path):
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_a_long_prefill_is_a_sign_of_life(model_dir, tmp_path):
+    trainer, beats = make_trainer(model_dir, tmp_path), []
+    trainer.speculation.spot._ranks.beat = lambda: beats.append(trainer.speculation.spot.state)
+    trainer.speculation.engine.prefill_chunk = 2
+    trainer.model.train()
+    trainer._generate_single_turn([list(range(5, 30))] * 4, None, {}, 4)
+    assert beats.count("generating") >= 12  # chunks of the one prompt
+
+
 def test_lora_is_merged_out_of_place(model_dir, tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)

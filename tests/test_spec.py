@@ -384,6 +384,18 @@ def test_caches_equal_a_fresh_prefill_after_random_rounds():
     assert checked > 5
 
 
+def test_every_chunk_of_a_prompt_is_told_of():
+    """9 tokens before the last are three chunks of 4, of two siblings once; 4 are one."""
+    prompts, told = random_prompts([10, 5]), []
+    prompts = [prompts[0], prompts[0], prompts[1]]
+    params = SamplingParams(max_new_tokens=4)
+    engine = RolloutEngine(target(), prefill_chunk=4)
+    want = engine.generate(prompts, params, keys(3))
+    engine.on_prefill = lambda: told.append(len(engine.active))
+    assert_same(engine.generate(prompts, params, keys(3)), want)
+    assert told == [0, 0, 0, 2]
+
+
 def test_arms_have_one_spelling():
     nodes = {"off": 0, "ngram-3": 3, "eagle-4": 4, "eagle-3x4": 12, "eagle-4x3b5": 5,
              "merged-4x2": 8, "eagle-32x32": 63}  # fmt: skip
