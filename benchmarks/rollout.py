@@ -417,9 +417,9 @@ def step_parts(target: Any, num: int) -> dict[str, float]:
     from minitlt.slots import attend, plan_step
 
     tokens, lengths = torch.full((num, 1), 9), torch.full((num,), 200)
-    shape, rows = target.shape, max(num, target.min_rows)
-    inputs = {"down": torch.randn(rows, target.linears[0]["down"].num_inputs)}
-    hidden = torch.randn(rows, shape.hidden)
+    shape = target.shape
+    inputs = {"down": torch.randn(num, target.linears[0]["down"].num_inputs)}
+    hidden = torch.randn(num, shape.hidden)
     step = plan_step(tokens, lengths, None, 0, target.cache, masked=True)
     step.stack_queries(shape.num_heads // shape.num_kv_heads, target.act_dtype)
     q = torch.randn(num, shape.num_heads, shape.head_dim)

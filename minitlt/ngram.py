@@ -110,6 +110,7 @@ class NgramDrafter(Drafter):
         self.max_tokens = config.ngram_tokens
         self._corpora: OrderedDict[tuple[int, ...], _Corpus] = OrderedDict()
         self._slots: dict[int, tuple[_Corpus, int]] = {}
+        self._stops: set[int] = set()
 
     def begin(self, slot: int, prompt: list[int]) -> None:
         """Siblings and earlier epochs are found by the prompt itself."""
@@ -176,6 +177,7 @@ class NgramDrafter(Drafter):
         """A chain of copied tokens, or for width > 1 up to `width` of them in one tree. Rows
         without a match get pads."""
         num_rows, device = len(rows.roots_B), rows.roots_B.device
+        self._stops = set(rows.stop_ids.tolist())
         trees = [self._tree(*self._slots[slot], depth, width, nodes) for slot in range(num_rows)]
         most = max(map(len, trees))
         padded = [tree + [(-1, -1)] * (most - len(tree)) for tree in trees]
@@ -195,7 +197,7 @@ class NgramDrafter(Drafter):
         num_chains = 0
         for _, other, at in corpus.find(tail, self.longest):
             node, before = 0, len(tree)
-            for token in corpus.texts[other][at : at + depth]:
+            for token in self._until_stop(corpus.texts[other][at : at + depth]):
                 if (node, token) not in child:
                     if len(tree) >= nodes:
                         break
@@ -216,7 +218,12 @@ class NgramDrafter(Drafter):
                 break
             _, text, at = found[0]
             copied += corpus.texts[text][at : at + depth - len(copied)]
-        return copied
+        return self._until_stop(copied)
+
+    def _until_stop(self, tokens: list[int]) -> list[int]:
+        """Up to the first stop id: behind it nothing can be accepted."""
+        ends = (i for i, token in enumerate(tokens, 1) if token in self._stops)
+        return tokens[: next(ends, None)]
 
 
 def merge_drafts(first: Draft, chain: Draft) -> Draft:

@@ -176,7 +176,7 @@ class LlamaTarget(Target):
         self.linears = [{name: Linear(dtype, device) for name in self._parts} for _ in range(num)]
         self.norms: list[dict[str, Tensor]] = [{} for _ in range(num)]
         self._dense: dict[str, Tensor] = {}
-        self.min_rows = 0
+        self._tried = False
         self._graphs = StepGraphs(self._captured) if device.type == "cuda" else None
         self.refresh(full_state(model) if weights is None else weights)
 
@@ -243,32 +243,21 @@ class LlamaTarget(Target):
         shape, size = self.shape, (tokens_BT.shape[0], tokens_BT.shape[1])
         step.stack_queries(shape.num_heads // shape.num_kv_heads, self.act_dtype)
         token_N, position_N = tokens_BT.clamp(min=0).reshape(-1), step.position_BT.reshape(-1)
-        num, pick_N = len(token_N), None
-        if num < self.min_rows:
-            pick_N = torch.arange(self.min_rows) % num
-            token_N, position_N = token_N[pick_N], position_N[pick_N]
-            step.write_M = step.write_M.view(num, -1)[pick_N].reshape(-1)
         h_NH = self._dense["embed"][token_N]
         turn_N1C = self._turn[position_N][:, None]
         taps = {}
         for i in range(shape.num_layers):
             if i in shape.tap_layers:
                 taps[i] = h_NH
-            h_NH = self._attention(i, h_NH, turn_N1C, step, size, pick_N)
+            h_NH = self._attention(i, h_NH, turn_N1C, step, size)
             h_NH = self._mlp(i, h_NH)
         last_NH = F.rms_norm(h_NH, self._width, self._dense["norm"], self.eps)
         features = torch.cat([taps[i] for i in shape.tap_layers], dim=-1)
-        result = Taps(features[:num].view(*size, -1), last_NH[:num].view(*size, -1))
-        return (self.head(last_NH)[:num].view(*size, -1) if logits else None), result
+        result = Taps(features.view(*size, -1), last_NH.view(*size, -1))
+        return (self.head(last_NH).view(*size, -1) if logits else None), result
 
     def _attention(
-        self,
-        index: int,
-        h_NH: Tensor,
-        turn_N1C: Tensor,
-        step: Step,
-        size: tuple[int, int],
-        pick_N: Tensor | None,
+        self, index: int, h_NH: Tensor, turn_N1C: Tensor, step: Step, size: tuple[int, int]
     ) -> Tensor:
         s, norms, linears = self.shape, self.norms[index], self.linears[index]
         qkv = linears["qkv"](F.rms_norm(h_NH, self._width, norms["input_layernorm"], self.eps))
@@ -280,8 +269,7 @@ class LlamaTarget(Target):
         _rotate_(qkv[:, : -s.num_kv_heads], turn_N1C)
         self.cache.write(index, step, qkv[:, s.num_heads :].reshape(-1, s.head_dim))
         keys, values = self.cache.read(index, step, size[0])
-        out = attend(q[: size[0] * size[1]], keys, values, step, size)
-        return linears["out"](out if pick_N is None else out[pick_N], add=h_NH)
+        return linears["out"](attend(q, keys, values, step, size), add=h_NH)
 
     def _mlp(self, index: int, h_NH: Tensor) -> Tensor:
         linears = self.linears[index]
@@ -313,16 +301,20 @@ class LlamaTarget(Target):
             self.head.load(self.head_weight)
         else:
             self.head.weight = self.head_weight  # one copy; if tied, the embedding's
-        if self.device.type == "cpu" and not self.min_rows:
-            self.min_rows, self.head.fewest = 1, fewest_rows(self.head)
-            if not attention_keeps_bits(self.shape, self.act_dtype):
-                logger.warning(
-                    "attention rounds a row in another way beside others on this processor: "
-                    "speculation may change a token where two nearly tie (the law stays)"
-                )
-            fewest = {name: fewest_rows(linear) for name, linear in self.linears[0].items()}
-            for name, linear in (pair for layer in self.linears for pair in layer.items()):
-                linear.fewest = fewest[name]
+        if self.device.type == "cpu" and not self._tried:
+            self._try_bits()
+
+    def _try_bits(self) -> None:
+        """Whether a row's bits depend on its company, on this processor and at these sizes."""
+        self._tried, self.head.fewest = True, fewest_rows(self.head)
+        fewest = {name: fewest_rows(linear) for name, linear in self.linears[0].items()}
+        for name, linear in (pair for layer in self.linears for pair in layer.items()):
+            linear.fewest = fewest[name]
+        if not attention_keeps_bits(self.shape, self.act_dtype):
+            logger.warning(
+                "attention rounds a row in another way beside others on this processor: "
+                "speculation may change a token where two nearly tie (the law stays)"
+            )
 
     def _store(self, place: dict[str, Tensor], key: str, tensor: Tensor) -> None:
         """In place: drafters hold embedding and head by reference."""

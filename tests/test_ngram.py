@@ -11,9 +11,9 @@ def play(drafter, *tokens):
     drafter.observe(list(tokens))
 
 
-def ask(drafter, num, depth, width=1, nodes=16):
-    zeros = torch.zeros(num, dtype=torch.int64)
-    rows = RowState(torch.arange(num) + 900, zeros, zeros, torch.ones(num), zeros[:0])
+def ask(drafter, num, depth, width=1, nodes=16, stops=()):
+    zeros, stop_ids = torch.zeros(num, dtype=torch.int64), torch.tensor(stops, dtype=torch.int64)
+    rows = RowState(torch.arange(num) + 900, zeros, zeros, torch.ones(num), stop_ids)
     return drafter.propose(rows, depth, width, nodes)
 
 
@@ -43,6 +43,15 @@ def test_ngram_goes_on_where_its_source_ends():
     drafter = NgramDrafter()
     drafter.begin(0, [1, 2, 1, 2])
     assert ask(drafter, 1, 5).tokens_BT.tolist() == [[900, 1, 2, 1, 2, 1]]
+
+
+def test_ngram_drafts_nothing_behind_a_stop_id():
+    drafter = NgramDrafter()
+    drafter.begin(0, [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 7, 0, 1, 2])
+    assert ask(drafter, 1, 5, stops=(0, 7)).tokens_BT.tolist() == [[900, 6, 7]]
+    draft = ask(drafter, 1, 3, width=3, stops=(6, 5))
+    assert draft.tokens_BT.tolist() == [[900, 6, 3, 5, 4, 1]]
+    assert draft.parents_BT.tolist() == [[-1, 0, 0, 2, 2, 4]]
 
 
 def test_ngram_reads_siblings_and_earlier_epochs_of_the_same_prompt():
