@@ -97,6 +97,7 @@ def table(left: Path, right: Path) -> list[str]:
     width = max(len(name) for name in names)
     lines = [f"{'':{width}}  {left.name:>20.20}  {right.name:>20.20}"]
     for name in names:
-        a, b = (number(summary.get(name)) for summary in summaries)
+        values = [summary.get(name) for summary in summaries]
+        a, b = (" ".join(v) or "-" if isinstance(v, dict) else number(v) for v in values)
         lines.append(f"{name:{width}}  {a:>20}  {b:>20}")
     return lines

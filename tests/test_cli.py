@@ -438,6 +438,8 @@ def test_compare_finds_equal_runs_equal_and_one_bit_different(tmp_path):
     done = minitlt("compare", left, right, "--assert-equal")
     assert done.exit_code == 0 and "equal: completions" in done.stdout
     assert "reward_first" in done.stdout
+    (guards,) = [line for line in done.stdout.splitlines() if line.startswith("guards")]
+    assert guards.count("short rows") == 2  # those that spoke, in either run
     bit = torch.ones(2, 2, dtype=torch.bfloat16)
     bit[1, 1] = 1.0078125
     other = make_run(tmp_path / "other", b=bit)
