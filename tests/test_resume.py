@@ -45,6 +45,8 @@ def train(model_dir, folder, *, stop_at=0, resume=None, **extra):
         model_dir, folder, steps=STEPS, rows=4 if "RANK" in os.environ else 8,
         arms=("off", "ngram-3", "eagle-2"), spot=SpotConfig(steps_per_window=2), **extra,
     )  # fmt: skip
+    # The first vocabulary is that of the rank which is done first: a matter of the clock.
+    trainer.speculation.trainer.choose_vocab = lambda: list(range(64))
     if resume is not None:
         run.load_state(trainer, resume / "minitlt")
     trainer.add_callback(run.StateCallback(trainer))
