@@ -5,8 +5,8 @@ by it. Two ways to compute the same logits:
 - `LlamaTarget`, written out below for the Llama family (Llama, Mistral without sliding window,
   Qwen2, Qwen3) over fused weights. On a CPU the weights are packed once for oneDNN. Packed products
   give a row the same bits whatever other rows stand beside it (on some processors for four rows or
-  more: `linear.fewest_rows` looks), and so does grouped attention (for four query rows or more):
-  both are padded up to that. So chains decode to the very bits of plain decoding.
+  more: `linear.fewest_rows` looks), and so does grouped attention in blocks of the right sizes
+  (`slots.reach`): both are padded up to that. So chains decode to the very bits of plain decoding.
 - `ModuleTarget`, any other rope decoder through its own transformers module, with a cache object
   of the transformers interface and an explicit 4-D mask. `PreTrainedModel` in, same surface out.
 
