@@ -111,7 +111,7 @@ class NgramDrafter(Drafter):
         self._corpora: OrderedDict[tuple[int, ...], _Corpus] = OrderedDict()
         self._slots: dict[int, tuple[_Corpus, int]] = {}
 
-    def begin(self, slot: int, prompt: list[int]) -> None:
+    def begin(self, slot: int, prompt: list[int], kept: int = 0) -> None:
         """Siblings and earlier epochs are found by the prompt itself."""
         key = tuple(prompt)
         corpus = self._corpora.get(key)

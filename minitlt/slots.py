@@ -6,8 +6,8 @@ every node attends to the committed context and to its own ancestors. Nothing is
 `lengths` belong to the caller, so rolling back a rejected draft is not moving the cursor, and stale
 entries behind it are masked now and overwritten later. There is no left padding.
 
-Left out: paged memory (slots are plain, lazily touched tensors), sliding windows, prefix sharing
-beyond a group (`copy_slot` shares a prompt among siblings).
+Left out: paged memory (slots are plain, lazily touched tensors; what rows have in common is copied
+by `copy_slot`, not shared), sliding windows.
 
 How to try it: `pytest tests/test_target.py`.
 

@@ -96,6 +96,11 @@ class Target:
         self.cache.copy_slot(src, dst, length)
 
     @property
+    def keeps_free_slots(self) -> bool:
+        """Whether nothing is written to a slot behind the last row."""
+        return True
+
+    @property
     def num_graphs(self) -> int:
         """Captured forwards; a step in which one is added takes far longer than the next."""
         return 0
@@ -332,6 +337,10 @@ class LlamaTarget(Target):
         if all(n in waiting for names in parts.values() for n in names):
             whole = {k: torch.cat([waiting.pop(n) for n in names]) for k, names in parts.items()}
             self.linears[int(index)][group].load(**whole)
+
+    @property
+    def keeps_free_slots(self) -> bool:
+        return self._graphs is None  # padding rows of captured graphs write there
 
     @property
     def num_graphs(self) -> int:
