@@ -91,14 +91,15 @@ class Drafter:
     def reserve(self, num_slots: int, length: int) -> None:
         """A rollout begins: so many slots of so many tokens; what was stored may be dropped."""
 
-    def begin(self, slot: int, prompt: list[int]) -> None:
-        """A row enters a slot; taps of its prompt follow by `prefill` or `share`."""
+    def begin(self, slot: int, prompt: list[int], kept: int = 0) -> None:
+        """A row enters a slot, whose last row had the same first `kept` tokens; taps of the rest
+        of its prompt follow by `prefill` or `share`."""
 
     def prefill(self, slot: int, start: int, taps: Taps) -> None:
-        """Taps [1, N] of a prompt's positions start, start + 1, .."""
+        """Taps [1, N] of a prompt's positions start, start + 1, ..; N may be 0."""
 
     def share(self, src: int, dst: int, length: int) -> None:
-        """The row in dst has the prompt of src: its first `length` positions are the same."""
+        """The row in dst begins with what is in src: its first `length` positions are the same."""
 
     def observe(self, tokens: list[list[int]], taps: Taps) -> None:
         """Row b emitted tokens[b] = x_L, x_{L+1}, ..; taps [B, N] are of the nodes that decided

@@ -120,9 +120,10 @@ class Eagle3Proposer(Drafter):
         self._num_slots, self._length = num_slots, length
         self.model.reserve_positions(length)
 
-    def begin(self, slot: int, prompt: list[int]) -> None:
+    def begin(self, slot: int, prompt: list[int], kept: int = 0) -> None:
         self._buffers["tokens"][slot, : len(prompt)] = torch.tensor(prompt)
-        self._lengths[slot], self._tapped[slot], self._cached[slot] = len(prompt), 0, 0
+        self._lengths[slot], self._tapped[slot] = len(prompt), kept
+        self._cached[slot] = _same_pairs(self._cached[slot], kept)
 
     def prefill(self, slot: int, start: int, taps: Taps) -> None:
         stop = start + taps.features_BNF.shape[1]
@@ -133,7 +134,8 @@ class Eagle3Proposer(Drafter):
     def share(self, src: int, dst: int, length: int) -> None:
         assert length <= min(self._tapped[src], self._lengths[dst] - 1)
         self._copy(src, dst, length)
-        self._tapped[dst], self._cached[dst] = length, min(self._cached[src], length)
+        self._tapped[dst] = length
+        self._cached[dst] = _same_pairs(self._cached[src], length)
 
     def observe(self, tokens: list[list[int]], taps: Taps) -> None:
         """Appends the emitted tokens; what is written behind a row's own number is never read."""
@@ -361,6 +363,12 @@ class Eagle3Proposer(Drafter):
         trust_Nk = rivals_Nk if rows.coupled else best.logprobs_Nk
         trust_Nk = trust_Nk.clamp(min=_FLOOR) - _STEP_PENALTY
         return best.tokens_Nk.view(len(at_BW), -1), trust_Nk.view(len(at_BW), -1)
+
+
+def _same_pairs(cached: int, length: int) -> int:
+    """How many pairs two rows have in common if `length` tokens are: a pair reads the next token,
+    so the last one is computed again."""
+    return max(min(cached, length - 1), 0)
 
 
 def _prune(

@@ -112,7 +112,7 @@ class NgramDrafter(Drafter):
         self._slots: dict[int, tuple[_Corpus, int]] = {}
         self._stops: set[int] = set()
 
-    def begin(self, slot: int, prompt: list[int]) -> None:
+    def begin(self, slot: int, prompt: list[int], kept: int = 0) -> None:
         """Siblings and earlier epochs are found by the prompt itself."""
         key = tuple(prompt)
         corpus = self._corpora.get(key)

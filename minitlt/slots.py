@@ -6,8 +6,8 @@ every node attends to the committed context and to its own ancestors. Nothing is
 `lengths` belong to the caller, so rolling back a rejected draft is not moving the cursor, and stale
 entries behind it are masked now and overwritten later. There is no left padding.
 
-Left out: paged memory (slots are plain, lazily touched tensors), sliding windows, prefix sharing
-beyond a group (`copy_slot` shares a prompt among siblings).
+Left out: paged memory (slots are plain, lazily touched tensors; what rows have in common is copied
+by `copy_slot`, not shared), sliding windows.
 
 How to try it: `pytest tests/test_target.py`.
 
@@ -27,8 +27,17 @@ from torch import Tensor
 from minitlt.draft import ancestor_bits, default_taps, depths
 from minitlt.kernels import tree_attention
 
-_MIN_QUERIES = 4  # the CPU attention takes another path for fewer query rows
-_READ_STEP = 128  # the cache is read in multiples of this many positions
+# A row of the CPU attention has the same bits with 6, 12, 18 or 24 query rows (kernels take 6 at a
+# time; more than 32 are cut), and if of every 512 positions all are read or at most half (more are
+# summed in two parts, cut in the middle). Other sizes take other paths.
+_QUERY_STEP, _MOST_QUERIES = 6, 24
+_READ_STEP, _BLOCK = 32, 512
+
+
+def reach(length: int) -> int:
+    """How many positions are read for the sake of the first `length`."""
+    whole, rest = length // _BLOCK * _BLOCK, length % _BLOCK
+    return whole + (_BLOCK if rest > _BLOCK // 2 else -(-rest // _READ_STEP) * _READ_STEP)
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,8 @@ class SlotCache:
         if num_slots <= self.num_slots and length <= self.length:
             return
         self.num_slots = num_slots
-        self.length = -(-length // _READ_STEP) * _READ_STEP
+        # On a CPU, where pages that are not touched cost nothing, no read is ever cut short.
+        self.length = reach(length) if self.device.type == "cpu" else -(-length // 128) * 128
         s = self.shape
         self.layers = []  # free the old block before the new one is asked for
         size = (self.num_slots, 2 * s.num_kv_heads, self.length, s.head_dim)
@@ -134,18 +144,19 @@ class Step:
     bits_BT: Tensor | None
     lengths_B: Tensor
     read: int  # S
-    grouped_mask: Tensor | None = None  # mask_BTS for the stacked query heads, [B, 1, G*T.., S]
+    grouped_mask: Tensor | None = None  # mask_BTS for the stacked query heads, [B, 1, G*T + .., S]
 
     def stack_queries(self, group: int, dtype: torch.dtype) -> None:
-        """The mask of `attend`, to be added: once per group head, and again up to _MIN_QUERIES."""
+        """The mask of `attend`, to be added: once per group head; pads see everything."""
         if self.mask_BTS is None:
             return
         num_rows, num_nodes, read = self.mask_BTS.shape
-        group *= -(-_MIN_QUERIES // (group * num_nodes))
-        mask = self.mask_BTS.new_zeros(self.mask_BTS.shape, dtype=dtype)
-        mask = mask.masked_fill_(~self.mask_BTS, -torch.inf)[:, None, None]
-        mask = mask.expand(-1, 1, group, -1, -1)
-        self.grouped_mask = mask.reshape(num_rows, 1, group * num_nodes, read)
+        num_queries = group * num_nodes
+        padded = -(-num_queries // _QUERY_STEP) * _QUERY_STEP
+        mask = self.mask_BTS.new_zeros((num_rows, 1, padded, read), dtype=dtype)
+        heads = mask[:, 0, :num_queries].view(num_rows, group, num_nodes, read)
+        heads.masked_fill_(~self.mask_BTS[:, None], -torch.inf)
+        self.grouped_mask = mask
 
 
 def plan_step(
@@ -177,7 +188,7 @@ def plan_step(
             raise ValueError(
                 f"a row needs {longest} cache positions, only {cache.length} are reserved"
             )
-        read = min(-(-longest // _READ_STEP) * _READ_STEP, cache.length)
+        read = min(reach(longest), cache.length)
     head_J = torch.arange(2 * cache.shape.num_kv_heads, device=device)
     slot_B = torch.arange(first_slot, first_slot + num_rows, device=device)
     lane_BJ = (slot_B[:, None] * len(head_J) + head_J) * cache.length
@@ -221,11 +232,14 @@ def attend(
     q = q_NHD.view(num_rows, num_nodes, num_kv, -1, head_dim).permute(0, 2, 3, 1, 4)
     group = q.shape[2]
     q = q.reshape(num_rows, num_kv, group * num_nodes, head_dim)
-    num_queries, padded = q.shape[2], step.grouped_mask.shape[2]
-    if num_queries < padded:
-        q = torch.cat([q] * (padded // num_queries), dim=2)
-    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=step.grouped_mask)
-    out = out[:, :, :num_queries].view(num_rows, num_kv, group, num_nodes, head_dim)
+    num_queries = q.shape[2]
+    if pads := step.grouped_mask.shape[2] - num_queries:
+        q = torch.cat([q, q[:, :, :1].expand(-1, -1, pads, -1)], dim=2)
+    most = _MOST_QUERIES if q.device.type == "cpu" else q.shape[2]
+    blocks = zip(q.split(most, 2), step.grouped_mask.split(most, 2), strict=True)
+    parts = [F.scaled_dot_product_attention(q, keys, values, attn_mask=mask) for q, mask in blocks]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    out = out[:, :, :num_queries].reshape(num_rows, num_kv, group, num_nodes, head_dim)
     return out.permute(0, 3, 1, 2, 4).reshape(num_rows * num_nodes, -1)
 
 

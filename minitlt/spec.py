@@ -24,8 +24,9 @@ the target's sample, so two configurations are timed on identical rollouts, what
 Rows live in slots 0..B-1. When one finishes, the last active row takes its place (one copy of its
 cache), so every step works on plain views; a free slot is refilled from the queue. A row's last
 token, its root, is always fed with the next step, so a prompt needs no logits when it is
-prefilled, and siblings of a GRPO group share one prefill. What a step emitted comes to the host in
-one transfer.
+prefilled. Siblings of a GRPO group share one prefill, and what all prompts of a rollout begin with
+(a system prompt, an example) is computed once. What a step emitted comes to the host in one
+transfer.
 
 Left out: beam search; trees drawn at random under the ratio test (their shape may not depend on
 what was drawn). How to try it: `pytest tests/test_spec.py`, `minitlt generate`.
@@ -42,6 +43,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,7 @@ from minitlt.target import Target
 __all__ = ["OFF", "Arm", "Bandit", "Rollout", "RolloutEngine", "Row", "SamplingParams", "SpecStats"]
 
 _SURE = 1e30  # a logit that no noise can beat
+_SHORT = 16  # a common beginning of fewer tokens is not worth a forward of its own
 
 
 @dataclass
@@ -404,43 +407,82 @@ class RolloutEngine:
         self.target.copy_slot(src, dst, len(row.prompt) + len(row.tokens) - 1)
         for drafter in self.drafters:
             drafter.move(src, dst)
-        self.active[dst] = row
+        self.active[dst], self._held[dst] = row, row.prompt
         for state in self._state:
             state[..., dst] = state[..., src]
 
     def _admit(self) -> None:
-        """Fills free slots from the queue; the first row of a prompt is prefilled, others copy."""
-        while self.waiting and len(self.active) < self._num_slots:
-            row, slot = self.waiting.popleft(), len(self.active)
-            source = next((i for i, r in enumerate(self.active) if r.prompt == row.prompt), None)
+        """Fills free slots from the queue. Siblings copy; of the others, what is there already
+        (all prompts begin alike, and a free slot holds its last row's) is not computed again."""
+        first, num = len(self.active), min(len(self.waiting), self._num_slots - len(self.active))
+        if not self.target.keeps_free_slots:
+            self._held[first:] = [[]] * (self._num_slots - first)
+        firsts: list[Row] = []
+        siblings: list[Row] = []
+        seen = {tuple(row.prompt) for row in self.active}
+        for row in (self.waiting.popleft() for _ in range(num)):
+            (siblings if tuple(row.prompt) in seen else firsts).append(row)
+            seen.add(tuple(row.prompt))
+        firsts.sort(key=lambda row: len(row.prompt))  # prompts fed together are of like length
+        starts = [self._begin(slot, row) for slot, row in enumerate(firsts, first)]
+        for start, rows in groupby(range(len(firsts)), key=starts.__getitem__):
+            at = list(rows)
+            self._prefill(first + at[0], [firsts[i].prompt[start:-1] for i in at], start)
+        self.active += firsts
+        for row in siblings:
+            source = next(i for i, r in enumerate(self.active) if r.prompt == row.prompt)
             for drafter in self.drafters:
-                drafter.begin(slot, row.prompt)
-            known = len(row.prompt) - 1
-            if source is None:
-                self._prefill(slot, row.prompt[:-1])
-            else:
-                self.target.copy_slot(source, slot, known)
-                for drafter in self.drafters:
-                    drafter.share(source, slot, known)
+                drafter.begin(len(self.active), row.prompt, 0)
+            self._share(source, len(self.active), len(row.prompt) - 1)
             self.active.append(row)
+        for slot, row in enumerate(self.active[first:], first):
+            self._held[slot] = row.prompt
             values = (row.prompt[-1], row.key, len(row.prompt), row.end)
             self._state[0][:, slot] = torch.tensor(values)
             self._state[1][slot] = row.temperature
         self._view()
 
-    def _prefill(self, slot: int, tokens: list[int]) -> None:
-        device = self.target.device
-        for start in range(0, len(tokens), self.prefill_chunk):
-            _, taps = self.target.forward(
-                torch.tensor([tokens[start : start + self.prefill_chunk]], device=device),
-                torch.tensor([start], device=device),
-                first_slot=slot,
-                logits=False,
-            )
-            for drafter in self.drafters:
-                drafter.prefill(slot, start, taps)
-            if self.on_prefill:
-                self.on_prefill()
+    def _begin(self, slot: int, row: Row) -> int:
+        """A row enters; returns how much of its prompt need not be fed any more."""
+        same = self._held[slot] == row.prompt
+        kept = len(row.prompt) - 1 if same else self._common if self._held[slot] else 0
+        for drafter in self.drafters:
+            drafter.begin(slot, row.prompt, kept)
+        if kept < self._common:
+            source = next((i for i, prompt in enumerate(self._held) if prompt), None)
+            if source is None:
+                self._prefill(slot, [row.prompt[: self._common]], 0)
+            else:
+                self._share(source, slot, self._common)
+        self._held[slot] = row.prompt
+        return max(kept, self._common)
+
+    def _share(self, src: int, dst: int, length: int) -> None:
+        self.target.copy_slot(src, dst, length)
+        for drafter in self.drafters:
+            drafter.share(src, dst, length)
+
+    def _prefill(self, slot: int, parts: list[list[int]], start: int) -> None:
+        """Feeds a part of each prompt, from position `start` on, to this and the next slots."""
+        width = min(max(map(len, parts)), self.prefill_chunk) or 1
+        height, device = max(1, self.prefill_chunk // width), self.target.device
+        for top in range(0, len(parts), height):
+            block = parts[top : top + height]
+            for left in range(0, max(map(len, block)), width):
+                pieces = [part[left : left + width] for part in block]
+                most = max(map(len, pieces))  # a pad lies behind its row and is overwritten
+                _, taps = self.target.forward(
+                    torch.tensor([p + [0] * (most - len(p)) for p in pieces], device=device),
+                    torch.tensor([start + left] * len(pieces), device=device),
+                    first_slot=slot + top,
+                    logits=False,
+                )
+                for i, n in enumerate(map(len, pieces)):
+                    own = Taps(taps.features_BNF[i : i + 1, :n], taps.hidden_BNH[i : i + 1, :n])
+                    for drafter in self.drafters:
+                        drafter.prefill(slot + top + i, start + left, own)
+                if self.on_prefill:
+                    self.on_prefill()
 
     def _rows_of(
         self,
@@ -493,6 +535,11 @@ class RolloutEngine:
         while self._num_slots > 1 and self.target.slots_for(self._num_slots) > fitting:
             self._num_slots -= 1
         self.target.reserve(self._num_slots, length)
+        self._held: list[list[int]] = [[]] * self._num_slots  # whose prompt each slot begins with
+        low, high = min(row.prompt for row in rows), max(row.prompt for row in rows)
+        pairs = enumerate(zip(low[:-1], high, strict=False))
+        common = next((i for i, (a, b) in pairs if a != b), len(low) - 1)
+        self._common = common if common >= _SHORT else 0
         for drafter in self.drafters:
             drafter.reserve(self._num_slots, length)
         self._drafter_bytes = self._num_slots * length * per_token

@@ -5,8 +5,8 @@ by it. Two ways to compute the same logits:
 - `LlamaTarget`, written out below for the Llama family (Llama, Mistral without sliding window,
   Qwen2, Qwen3) over fused weights. On a CPU the weights are packed once for oneDNN. Packed products
   give a row the same bits whatever other rows stand beside it (on some processors for four rows or
-  more: `linear.fewest_rows` looks), and so does grouped attention (for four query rows or more):
-  both are padded up to that. So chains decode to the very bits of plain decoding.
+  more: `linear.fewest_rows` looks), and so does grouped attention in blocks of the right sizes
+  (`slots.reach`): both are padded up to that. So chains decode to the very bits of plain decoding.
 - `ModuleTarget`, any other rope decoder through its own transformers module, with a cache object
   of the transformers interface and an explicit 4-D mask. `PreTrainedModel` in, same surface out.
 
@@ -103,6 +103,11 @@ class Target:
 
     def copy_slot(self, src: int, dst: int, length: int) -> None:
         self.cache.copy_slot(src, dst, length)
+
+    @property
+    def keeps_free_slots(self) -> bool:
+        """Whether nothing is written to a slot behind the last row."""
+        return True
 
     @property
     def num_graphs(self) -> int:
@@ -341,6 +346,10 @@ class LlamaTarget(Target):
         if all(n in waiting for names in parts.values() for n in names):
             whole = {k: torch.cat([waiting.pop(n) for n in names]) for k, names in parts.items()}
             self.linears[int(index)][group].load(**whole)
+
+    @property
+    def keeps_free_slots(self) -> bool:
+        return self._graphs is None  # padding rows of captured graphs write there
 
     @property
     def num_graphs(self) -> int:

@@ -98,15 +98,17 @@ any_rollout = given(
     chosen=st.lists(arms, min_size=1, max_size=3),
     max_rows=st.integers(0, 4),
     chunk=st.integers(1, 8),
+    common=st.sampled_from([0, 20]),
     seed=st.integers(0, 2**31),
     data=st.data(),
 )
 
 
 def check_rollout(
-    lengths, group, max_new, stops, heats, extra, chosen, max_rows, chunk, seed, data
+    lengths, group, max_new, stops, heats, extra, chosen, max_rows, chunk, common, seed, data
 ):
-    prompts = [p for p in random_prompts(lengths, vocab=V, seed=seed) for _ in range(group)]
+    (start,) = random_prompts([common], vocab=V)
+    prompts = [start + p for p in random_prompts(lengths, vocab=V, seed=seed) for _ in range(group)]
     params, heat = SamplingParams(max_new, stop_ids=tuple(stops), **extra), heats[: len(prompts)]
     keys = [row_key(seed, 0, i) for i in range(len(prompts))]
 

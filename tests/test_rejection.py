@@ -44,7 +44,7 @@ class TableDrafter(Drafter):
         self.logits_KV = 2 * torch.randn(8, V, generator=random)
         self.model, self.keys, self.texts = model, [], {}
 
-    def begin(self, slot, prompt):
+    def begin(self, slot, prompt, kept=0):
         self.texts[slot] = list(prompt)
 
     def observe(self, tokens, taps):

@@ -170,6 +170,26 @@ def test_siblings_share_a_prefill_and_differ():
     assert len({tuple(c) for c in together.completion_ids[:4]}) == 4
 
 
+@pytest.mark.parametrize("max_rows", [0, 1, 3])
+def test_what_was_computed_once_is_not_computed_again(monkeypatch, max_rows):
+    """The common beginning once, every prompt's rest once; also when its siblings have left."""
+    start, *rests = random_prompts([40, 6, 9, 3])
+    prompts = [start + rest for rest in rests for _ in range(3)]
+    want = [run(PARAMS, [p], row_keys=[key]) for p, key in zip(prompts, keys(9), strict=True)]
+    fed, forward = [], target().forward
+
+    def count(tokens_BT, *args, logits=True, **places):
+        if not logits:
+            fed.append(tokens_BT.numel())
+        return forward(tokens_BT, *args, logits=logits, **places)
+
+    monkeypatch.setattr(target(), "forward", count)
+    got = run(PARAMS, prompts, max_rows=max_rows)
+    assert got.completion_ids == [alone.completion_ids[0] for alone in want]
+    assert fed[0] == 40 and len(fed) == 2 + 2 * (max_rows > 0)
+    assert sum(fed[1:]) == (5 + 8 + 2 if max_rows else 3 * 8)  # as a block, up to the longest rest
+
+
 @pytest.mark.parametrize(
     "extra",
     [

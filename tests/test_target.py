@@ -96,12 +96,8 @@ def test_a_tree_node_sees_its_ancestors_and_nothing_else(kind, backend):
         torch.testing.assert_close(after[b, 0], want, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rows_bits_do_not_depend_on_its_company(dtype):
-    """The reason why speculation changes nothing: same bits alone, in a batch, and in a chain.
-
-    The sizes are SmolLM2's (two layers of it), where unpacked products do differ.
-    """
+def large_target(dtype=torch.float32):
+    """Two layers of SmolLM2's sizes, where unpacked products do differ."""
     model = tiny_model(
         vocab_size=1024,
         hidden_size=576,
@@ -109,21 +105,50 @@ def test_a_rows_bits_do_not_depend_on_its_company(dtype):
         num_attention_heads=9,
         num_key_value_heads=3,
         num_hidden_layers=2,
+        max_position_embeddings=1024,
     )
     target = make_target(model, dtype=dtype, backend="fused")
     if not target.head.packed:
         pytest.skip("this processor cannot pack weights of this dtype")
     if dtype == torch.bfloat16 and not all(map(keeps_bits, products_of(target))):
         pytest.skip("this processor's bf16 products do not, and nothing is promised of them")
-    target.reserve(33, 300)
-    prompts = random_prompts([130 + n for n in range(33)], vocab=1024)
+    return target
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shortest", [130, 300])
+def test_a_rows_bits_do_not_depend_on_its_company(dtype, shortest):
+    """The reason why speculation changes nothing: same bits alone, in a batch, and in a chain.
+
+    Company may be longer, so that more is read; 11 and 22 nodes leave one and two query rows
+    for the last block of the attention.
+    """
+    target = large_target(dtype)
+    target.reserve(33, 700)
+    prompts = random_prompts([shortest + 9 * n for n in range(33)], vocab=1024)
     feed(target, prompts)
     lengths = torch.tensor([len(p) for p in prompts])
-    chain = torch.randint(3, 1024, (33, 9), generator=torch.Generator().manual_seed(1))
+    chain = torch.randint(3, 1024, (33, 22), generator=torch.Generator().manual_seed(1))
     alone, _ = target.forward(chain[:1, :1], lengths[:1])
-    for num_rows, num_nodes in [(1, 2), (1, 3), (1, 9), (2, 1), (5, 4), (17, 1), (33, 1), (33, 9)]:
+    shapes = [(1, 2), (1, 3), (1, 9), (1, 11), (1, 22), (2, 1), (5, 4), (17, 1), (33, 1), (33, 9)]
+    for num_rows, num_nodes in shapes:
         logits, _ = target.forward(chain[:num_rows, :num_nodes], lengths[:num_rows])
         assert torch.equal(logits[0, 0], alone[0, 0]), (num_rows, num_nodes)
+
+
+@pytest.mark.parametrize("length", [20, 105, 130, 300])
+def test_a_prompt_has_the_same_bits_in_any_pieces(length):
+    target = large_target()
+    target.reserve(2, 600)
+    prompt = torch.tensor(random_prompts([length], vocab=1024))
+    want, _ = target.forward(prompt, torch.tensor([0]))
+    for cut in {1, 2, 19, length // 2, 129, length - 1} & set(range(length)):
+        pieces = [prompt[:, :cut], prompt[:, cut:]]
+        starts = [torch.tensor([0]), torch.tensor([cut])]
+        got = [target.forward(*at, first_slot=1)[0] for at in zip(pieces, starts, strict=True)]
+        assert torch.equal(torch.cat(got, 1), want), cut
+        for layer in target.cache.layers:
+            assert torch.equal(layer[0, :, :length], layer[1, :, :length]), cut
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama_tied", "qwen2"])
