@@ -107,6 +107,7 @@ class Bandit:
         self._here: dict[tuple[int, str], deque[tuple[int, int]]] = {}
         self._seconds: dict[tuple[int, str], deque[float]] = {}
         self._anywhere: dict[str, deque[tuple[int, int]]] = {}
+        self._medians: dict[tuple[int, str], float] = {}  # of _seconds, where known
 
     @staticmethod
     def bucket(active: int) -> int:
@@ -129,25 +130,33 @@ class Bandit:
 
     def value(self, active: int, arm: Arm) -> float:
         """Tokens per second to expect; 0 if the arm was never tried in this bucket."""
-        seconds = self._seconds.get((self.bucket(active), arm.name))
-        return active * self.accept_length(active, arm) / median(seconds) if seconds else 0.0
+        key = self.bucket(active), arm.name
+        if key not in self._seconds:
+            return 0.0
+        return active * self.accept_length(active, arm) / self._median(key)
+
+    def _median(self, key: tuple[int, str]) -> float:
+        if key not in self._medians:
+            self._medians[key] = median(self._seconds[key])
+        return self._medians[key]
 
     def choose(self, active: int) -> Arm:
-        hopeful = [a for a in self.arms if not self._cannot_win(active, a)] or self.arms
+        values = {arm: self.value(active, arm) for arm in self.arms}
+        hopeful = [a for a in self.arms if not self._cannot_win(active, a, values)] or self.arms
         fresh = [arm for arm in hopeful if self.seen(active, arm) < self.tries]
         if fresh:
             return min(fresh, key=lambda arm: self.seen(active, arm))
         if self._random.random() < self.epsilon:
             return self._random.choice(hopeful)
         margin = {OFF: self.MARGIN}
-        return max(hopeful, key=lambda a: self.value(active, a) * margin.get(a.source, 1.0))
+        return max(hopeful, key=lambda a: values[a] * margin.get(a.source, 1.0))
 
-    def _cannot_win(self, active: int, arm: Arm) -> bool:
+    def _cannot_win(self, active: int, arm: Arm, values: dict[Arm, float]) -> bool:
         """Even its highest possible value, with some slack, is below another arm's seen here."""
         anywhere = self._anywhere.get(arm.name, ())
         if sum(rows for _, rows in anywhere) < self.tries or arm.source == OFF:
             return False
-        best = max((self.value(active, a) for a in self.arms if a != arm), default=0.0)
+        best = max((value for a, value in values.items() if a != arm), default=0.0)
         highest = active * self.accept_length(active, arm) * self.SLACK
         return highest < best * self._least_seconds(self.bucket(active), arm)
 
@@ -155,7 +164,7 @@ class Bandit:
         """A step cannot take less than a smaller one took: fewer rows, or a smaller draft."""
         smaller = [a.name for a in self.arms if a.nodes <= arm.nodes]
         known = [
-            median(seconds)
+            self._median((b, name))
             for (b, name), seconds in self._seconds.items()
             if b <= bucket and name in smaller and len(seconds) >= self.tries  # not one slow start
         ]
@@ -165,6 +174,7 @@ class Bandit:
         key = (self.bucket(active), arm.name)
         self._remember(self._here, key, (tokens, active))
         self._remember(self._seconds, key, max(seconds, 1e-9))
+        self._medians.pop(key, None)
         self._remember(self._anywhere, arm.name, (tokens, active))
 
     def _remember(self, table: dict[Any, Any], key: Any, value: Any) -> None:
@@ -192,4 +202,5 @@ class Bandit:
         fresh: Callable[..., Any] = functools.partial(deque, maxlen=self.window)
         self._here = {(b, name): fresh(map(tuple, v)) for b, name, v in state["here"]}
         self._seconds = {(b, name): fresh(v) for b, name, v in state["seconds"]}
+        self._medians.clear()
         self._anywhere = {name: fresh(map(tuple, v)) for name, v in state["anywhere"]}

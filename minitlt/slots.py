@@ -69,14 +69,15 @@ class TargetShape:
 
 
 class SlotCache:
-    """Keys and values, [layers][slots, 2K, length, D]: K key heads, then K value heads.
+    """Keys and values, [layers, slots, 2K, length, D]: K key heads, then K value heads.
 
     Pages are touched only when written. One indexed copy per layer writes keys and values.
     """
 
     def __init__(self, shape: TargetShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
-        self.layers: list[Tensor] = []
+        self._all = torch.empty(0)
+        self.layers: list[Tensor] = []  # views of it
         self.num_slots = self.length = 0
 
     def reserve(self, num_slots: int, length: int) -> None:
@@ -87,11 +88,10 @@ class SlotCache:
         # On a CPU, where pages that are not touched cost nothing, no read is ever cut short.
         self.length = reach(length) if self.device.type == "cpu" else -(-length // 128) * 128
         s = self.shape
-        self.layers = []  # free the old block before the new one is asked for
-        size = (self.num_slots, 2 * s.num_kv_heads, self.length, s.head_dim)
-        self.layers = [
-            torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(s.num_layers)
-        ]
+        self.layers, self._all = [], torch.empty(0)  # free the old block before asking for a new
+        size = (s.num_layers, self.num_slots, 2 * s.num_kv_heads, self.length, s.head_dim)
+        self._all = torch.zeros(size, dtype=self.dtype, device=self.device)
+        self.layers = list(self._all)
 
     @property
     def num_bytes(self) -> int:
@@ -115,8 +115,7 @@ class SlotCache:
         return self.layers[index][rows, :, : step.read].chunk(2, dim=1)  # type: ignore[return-value]
 
     def copy_slot(self, src: int, dst: int, length: int) -> None:
-        for layer in self.layers:
-            layer[dst, :, :length] = layer[src, :, :length]
+        self._all[:, dst, :, :length] = self._all[:, src, :, :length]
 
     def compact(self, lengths_B: Tensor, nodes_BD: Tensor) -> None:
         """Moves the accepted path behind the cursor: entry length + nodes[b, i] to length + i.
@@ -129,8 +128,8 @@ class SlotCache:
             return
         base = lengths_B.to(nodes_BD.device)[row]
         src, dst = base + nodes_BD[row, at], base + at
-        for layer in self.layers:
-            layer[row, :, dst] = layer[row, :, src]  # the right side is a copy: overlaps are safe
+        # The right side is a copy: overlaps are safe.
+        self._all[:, row, :, dst] = self._all[:, row, :, src]
 
 
 @dataclass

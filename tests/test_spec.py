@@ -457,6 +457,7 @@ def test_bandit_settles_on_the_fastest_arm_per_bucket_and_resumes():
     crowd = play(bandit, 64, 200, ACCEPT, step_seconds)
     assert crowd.count("off") > 170
     other = Bandit(ARMS, epsilon=0.05, seed=99)
+    play(other, 64, 20, ACCEPT, lambda arm, active: 1.0)  # of which nothing must stay
     other.load_state_dict(json.loads(json.dumps(bandit.state_dict())))
     assert [bandit.choose(64) for _ in range(50)] == [other.choose(64) for _ in range(50)]
     bandit.renew("eagle")
