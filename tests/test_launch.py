@@ -40,9 +40,14 @@ while True: time.sleep(0.02)"""
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a background job ignores some
+    before = {n: signal.signal(n, signal.default_int_handler) for n in numbers}
     monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
     monkeypatch.setattr(launch, "STOP_SECONDS", 60.0)
     monkeypatch.setattr(launch, "free_port", lambda: 1)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -136,6 +136,12 @@ def test_a_rows_bits_do_not_depend_on_its_company(dtype, shortest):
         assert torch.equal(logits[0, 0], alone[0, 0]), (num_rows, num_nodes)
 
 
+@pytest.mark.parametrize("sizes", [(9, 3, 64), (4, 2, 12), (14, 2, 64), (32, 8, 128), (12, 12, 64)])
+def test_attention_here_keeps_bits(sizes):
+    shape = TargetShape(1, 576, 97, *sizes, 1024, (1, 1, 1))
+    assert slots.attention_keeps_bits(shape, torch.float32)
+
+
 @pytest.mark.parametrize("length", [20, 105, 130, 300])
 def test_a_prompt_has_the_same_bits_in_any_pieces(length):
     target = large_target()
