@@ -6,6 +6,7 @@ How to run: `pytest tests/test_spec.py -k bandit`, `minitlt simulate`.
 from __future__ import annotations
 
 import functools
+import math
 import random
 import re
 from collections import deque
@@ -81,12 +82,15 @@ class Bandit:
     Seconds belong to the bucket; acceptance hardly depends on company, so what other buckets saw
     of it counts as `PRIOR_ROWS` row-steps. An arm is tried for `tries` row-steps in a bucket before
     it is judged there, unless it cannot win: more rows or more nodes never take less time. That
-    bound is the break-even prior which keeps exploration cheap. When a drafter changes, `renew`
-    makes its arms prove themselves again, so that yesterday's acceptance does not bind.
+    bound is the break-even prior which keeps exploration cheap. Four row-steps may all be unlucky
+    (with a draft that is right half of the time, one series in 16), so an arm is judged by what its
+    accept length may be: what was seen, and HOPE / sqrt(row-steps) more. When a drafter changes,
+    `renew` makes its arms prove themselves again, so that yesterday's acceptance does not bind.
     """
 
     PRIOR_ROWS = 16.0
     SLACK = 1.1
+    HOPE = 0.5  # tokens; half of the usual spread of a row's accepted drafts
     MARGIN = 1.02  # what drafts must bring over `off`: a near tie is not worth the drafter's work
 
     def __init__(
@@ -107,6 +111,7 @@ class Bandit:
         self._here: dict[tuple[int, str], deque[tuple[int, int]]] = {}
         self._seconds: dict[tuple[int, str], deque[float]] = {}
         self._anywhere: dict[str, deque[tuple[int, int]]] = {}
+        self._tried: dict[str, int] = {}  # row-steps by arm, forgotten ones too
         self._medians: dict[tuple[int, str], float] = {}  # of _seconds, where known
 
     @staticmethod
@@ -128,12 +133,18 @@ class Bandit:
         tokens = self.PRIOR_ROWS * pooled + sum(t for t, _ in here)
         return tokens / (self.PRIOR_ROWS + sum(r for _, r in here))
 
-    def value(self, active: int, arm: Arm) -> float:
-        """Tokens per second to expect; 0 if the arm was never tried in this bucket."""
+    def hope(self, arm: Arm) -> float:
+        """How much longer than seen its accept length may be; plain has nothing to hope for."""
+        tried = self._tried.get(arm.name, 0)
+        return self.HOPE / math.sqrt(tried) if tried and arm.source != OFF else 0.0
+
+    def value(self, active: int, arm: Arm, hope: float = 0.0) -> float:
+        """Tokens per second to expect, at an accept length longer than seen by `hope`; 0 if the
+        arm was never tried in this bucket."""
         key = self.bucket(active), arm.name
         if key not in self._seconds:
             return 0.0
-        return active * self.accept_length(active, arm) / self._median(key)
+        return active * (self.accept_length(active, arm) + hope) / self._median(key)
 
     def _median(self, key: tuple[int, str]) -> float:
         if key not in self._medians:
@@ -141,28 +152,34 @@ class Bandit:
         return self._medians[key]
 
     def choose(self, active: int) -> Arm:
-        values = {arm: self.value(active, arm) for arm in self.arms}
-        hopeful = [a for a in self.arms if not self._cannot_win(active, a, values)] or self.arms
-        fresh = [arm for arm in hopeful if self.seen(active, arm) < self.tries]
+        best = max(self.value(active, arm) for arm in self.arms)
+        able = [a for a in self.arms if not self._cannot_win(active, a, best)] or self.arms
+        fresh = [arm for arm in able if self.seen(active, arm) < self.tries]
         if fresh:
             return min(fresh, key=lambda arm: self.seen(active, arm))
         if self._random.random() < self.epsilon:
-            return self._random.choice(hopeful)
+            return self._random.choice(able)
         margin = {OFF: self.MARGIN}
-        return max(hopeful, key=lambda a: values[a] * margin.get(a.source, 1.0))
+        return max(
+            able, key=lambda a: self.value(active, a, self.hope(a)) * margin.get(a.source, 1.0)
+        )
 
-    def _cannot_win(self, active: int, arm: Arm, values: dict[Arm, float]) -> bool:
-        """Even its highest possible value, with some slack, is below another arm's seen here."""
+    def _cannot_win(self, active: int, arm: Arm, best: float) -> bool:
+        """Even its highest possible value, with some slack, is below the best seen here."""
         anywhere = self._anywhere.get(arm.name, ())
         if sum(rows for _, rows in anywhere) < self.tries or arm.source == OFF:
             return False
-        best = max((value for a, value in values.items() if a != arm), default=0.0)
-        highest = active * self.accept_length(active, arm) * self.SLACK
+        highest = active * (self.accept_length(active, arm) + self.hope(arm)) * self.SLACK
         return highest < best * self._least_seconds(self.bucket(active), arm)
 
     def _least_seconds(self, bucket: int, arm: Arm) -> float:
-        """A step cannot take less than a smaller one took: fewer rows, or a smaller draft."""
-        smaller = [a.name for a in self.arms if a.nodes <= arm.nodes]
+        """What a step of it takes here, or a bound: no less than a smaller one took, of fewer rows
+        or of a smaller draft by the same drafter."""
+        if len(self._seconds.get((bucket, arm.name), ())) >= self.tries:
+            return self._median((bucket, arm.name))
+        smaller = [
+            a.name for a in self.arms if a.nodes <= arm.nodes and a.source in (OFF, arm.source)
+        ]
         known = [
             self._median((b, name))
             for (b, name), seconds in self._seconds.items()
@@ -176,6 +193,7 @@ class Bandit:
         self._remember(self._seconds, key, max(seconds, 1e-9))
         self._medians.pop(key, None)
         self._remember(self._anywhere, arm.name, (tokens, active))
+        self._tried[arm.name] = self._tried.get(arm.name, 0) + active
 
     def _remember(self, table: dict[Any, Any], key: Any, value: Any) -> None:
         table.setdefault(key, deque(maxlen=self.window)).append(value)
@@ -186,6 +204,7 @@ class Bandit:
         names = {arm.name for arm in self.arms if arm.source in (source, "merged")}
         self._here = {key: steps for key, steps in self._here.items() if key[1] not in names}
         self._anywhere = {n: steps for n, steps in self._anywhere.items() if n not in names}
+        self._tried = {n: rows for n, rows in self._tried.items() if n not in names}
 
     def state_dict(self) -> dict[str, Any]:
         version, internal, gauss = self._random.getstate()
@@ -194,7 +213,7 @@ class Bandit:
             "seconds": [[*key, list(v)] for key, v in self._seconds.items()],
             "anywhere": [[name, list(v)] for name, v in self._anywhere.items()],
         }
-        return {"random": [version, list(internal), gauss], **tables}
+        return {"random": [version, list(internal), gauss], "tried": self._tried, **tables}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         version, internal, gauss = state["random"]
@@ -203,4 +222,5 @@ class Bandit:
         self._here = {(b, name): fresh(map(tuple, v)) for b, name, v in state["here"]}
         self._seconds = {(b, name): fresh(v) for b, name, v in state["seconds"]}
         self._medians.clear()
+        self._tried = dict(state["tried"])
         self._anywhere = {name: fresh(map(tuple, v)) for name, v in state["anywhere"]}
