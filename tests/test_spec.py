@@ -514,8 +514,8 @@ def test_bandit_does_not_take_one_drafters_cost_for_anothers():
 
 
 def test_bandit_drafts_only_for_a_clear_gain():
-    """Once it knows: hope is worth more than 2 % until an arm has been tried often."""
-    for gain, chosen in ((1.01, "off"), (1.05, "eagle-4")):
+    """Once it knows: hope is worth more than the margin until an arm has been tried often."""
+    for gain, chosen in ((1.03, "off"), (1.1, "eagle-4")):
         bandit = Bandit([ARMS[0], Arm("eagle", 4)], epsilon=0.0)
         for arm, seconds in ((ARMS[0], 1.0), (Arm("eagle", 4), 2.0 / gain)):
             for _ in range(400):
