@@ -498,7 +498,7 @@ def test_bandit_is_not_deterred_by_an_unlucky_start():
         picks.append(arm.name)
         steps[arm.name] += 1
         lucky = arm.source == "eagle" and steps[arm.name] > 6
-        bandit.record(1, arm, 1 + lucky, 0.05 + 0.002 * arm.depth)
+        bandit.record(1, arm, 1 + lucky, 0.05 + 0.001 * arm.depth)
     assert picks[-60:].count("eagle-4") > 50
 
 
