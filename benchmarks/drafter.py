@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.pair:
         return pair_rank(options)
     from minitlt.events import read_events
+    from minitlt.page import render_report
 
     torch.set_num_threads(1)
     run = options.run or train(options)
@@ -73,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text + "\n")
+    render_report([run], run / "report.html")  # it shows what was measured
     print(text)
     return 0
 

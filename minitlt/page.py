@@ -91,6 +91,18 @@ def _messages(run: Run) -> list[str]:
     return said + [event["message"] for event in run.of("note")][-20:]
 
 
+def _measured(run: Run) -> dict[str, str]:
+    """What `benchmarks/drafter.py` measured on this run, its simulated tables left out."""
+    path = run.path / "benchmark.json"
+    if not path.exists():
+        return {}
+    try:
+        found = _flat(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not what benchmarks/drafter.py writes: {error}") from error
+    return {name: value for name, value in found.items() if not value.startswith('["')}
+
+
 def _metrics(run: Run) -> dict[str, list[Any]]:
     """Metric of a step -> mean of the first and of the last third, then its row of metrics.md."""
     known = {name: (run.column(name)[1], about) for name, about in
@@ -117,6 +129,7 @@ def page_html(runs: list[Run], pictures: list[Picture]) -> str:
         "samples": _samples(one) if one else [],
         "messages": _messages(one) if one else [],
         "metrics": _metrics(one) if one else {},
+        "measured": _measured(one) if one else {},
     }
     try:
         return jinja.get_template("page.html").render(values)
