@@ -97,7 +97,8 @@ def _measured(run: Run) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        found = _flat(json.loads(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        found = _flat(json.loads(text, parse_float=lambda digits: float(f"{float(digits):.4g}")))
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not what benchmarks/drafter.py writes: {error}") from error
     return {name: value for name, value in found.items() if not value.startswith('["')}
