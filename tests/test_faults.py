@@ -324,8 +324,9 @@ def test_a_step_that_does_not_end_does_not_hold_up_ctrl_c(recipe, tmp_path):
 
 
 def test_a_killed_launcher_takes_its_ranks_along(recipe, tmp_path):
+    """Steps of seconds: in those of a tiny model the run would be over before a rank looks."""
     folder = tmp_path / "run"
-    run = Run(folder, "--config", recipe(), "--run-dir", folder)
+    run = Run(folder, "--config", recipe("slow_reward"), "--run-dir", folder)
     run.wait_for("update", step=2)
     run.hurt(signal.SIGKILL)
     psutil.wait_procs(run.ranks, timeout=END_S)
