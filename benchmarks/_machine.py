@@ -1,5 +1,7 @@
-"""What every figure depends on: commit, versions, processor, load. The benchmarks write it down."""
+"""What the benchmarks share: how their options are read, and what every figure depends on (commit,
+versions, processor, load), which they write down."""
 
+import argparse
 import os
 import platform
 import subprocess
@@ -7,13 +9,28 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 RUNS = Path(__file__).parent.parent / "runs"  # where results go that nobody has asked to keep
 _PACKAGES = ("torch", "transformers", "trl", "accelerate")
 
 
+def parser(script: str, about: str | None, example: str) -> argparse.ArgumentParser:
+    """Reads a script's options; `about` is its docstring, `example` what to write behind its name.
+
+    Scripts call it before they load torch, which takes seconds that --help must not."""
+    name = f"minitlt bench {Path(script).stem}"
+    first = (about or "").split("\n")[0]
+    return argparse.ArgumentParser(name, description=first, epilog=f"Example: {name} {example}")
+
+
+def device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def about() -> dict[str, Any]:
+    import torch
+
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {

@@ -34,9 +34,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent))  # for rollout.py beside this file
+sys.path.insert(0, str(Path(__file__).parent))  # for what is beside this file
+from _machine import parser as options_of
 
 Event = dict[str, Any]
 DRAWS = 4  # noise draws per fresh position
@@ -45,6 +44,29 @@ TASK_SEED = 1001  # of fresh prompts; the recipe's are drawn with another
 PAIR_TOKENS = 160  # of the straggler's rows in part 4
 LAB = ["by_position", "best_tree", "cold", "warm", "storage", "packing"]
 PARTS = ["log", "pair", *LAB]
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = options_of(__file__, __doc__, "--quick")
+    parser.add_argument("--quick", action="store_true", help="few steps, few rows")
+    parser.add_argument("--steps", type=int, default=0, help="RL steps; 0: 36, quick: 3")
+    parser.add_argument("--run", type=Path, help="a finished run folder with checkpoints")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument("--model", default="smollm2-135m", help="a small one tries the script out")
+    parser.add_argument("--out", type=Path, help="beside RUN/benchmark.json")
+    parser.add_argument("--pair", type=Path, help=argparse.SUPPRESS)  # one rank of part 4
+    options = parser.parse_args(argv)
+    options.steps = options.steps or (3 if options.quick else 36)
+    options.rows = 8 if options.quick else 48
+    options.seconds = 10.0 if options.quick else 120.0
+    options.rounds = 2 if options.quick else 6
+    return options
+
+
+if __name__ == "__main__":
+    parse()  # before torch is loaded: --help is quick, and so is word of what is wrong
+
+import torch  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,23 +99,6 @@ def main(argv: list[str] | None = None) -> int:
     render_report([run], run / "report.html")  # it shows what was measured
     print(text)
     return 0
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true", help="few steps, few rows")
-    parser.add_argument("--steps", type=int, default=0, help="RL steps; 0: 36, quick: 3")
-    parser.add_argument("--run", type=Path, help="a finished run folder with checkpoints")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--model", default="smollm2-135m", help="a small one tries the script out")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--pair", type=Path, help=argparse.SUPPRESS)  # one rank of part 4
-    options = parser.parse_args(argv)
-    options.steps = options.steps or (3 if options.quick else 36)
-    options.rows = 8 if options.quick else 48
-    options.seconds = 10.0 if options.quick else 120.0
-    options.rounds = 2 if options.quick else 6
-    return options
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:

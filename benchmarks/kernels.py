@@ -25,11 +25,26 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from _machine import RUNS, about
-from torch import Tensor
+from _machine import device as default_device
+from _machine import parser as options_of
 
-from minitlt import kernels as K
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = options_of(__file__, __doc__, "--seconds 0.5")
+    parser.add_argument("--device", help="cpu or cuda; default: cuda where there is one")
+    parser.add_argument("--seconds", type=float, default=1.0, help="timed per measurement")
+    parser.add_argument("--out", type=Path, help="result file (default: in runs/)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse()  # before torch is loaded: --help is quick, and so is word of what is wrong
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from minitlt import kernels as K  # noqa: E402
 
 SEED = 0  # of the inputs, and of the model whose forward is timed
 
@@ -286,13 +301,8 @@ def forward_us(seconds: float, context: int = 64) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs every case; 0 if every gate passed. The command line calls this too."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, help="cpu or cuda")
-    parser.add_argument("--seconds", type=float, default=1.0, help="timed per measurement")
-    parser.add_argument("--out", type=Path, help="result file (default: in runs/)")
-    args = parser.parse_args(argv)
-    device = torch.device(args.device)
+    args = parse(argv)
+    device = torch.device(args.device or default_device())
     chosen, reason = K.backend(device)
     report: dict[str, Any] = {"benchmark": "kernels", "backend": chosen, "backend_reason": reason}
     report |= {"device": device.type, "seed": SEED, **about()}

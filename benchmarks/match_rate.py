@@ -21,31 +21,40 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from _machine import RUNS
-from rollout import DTYPES, Bench, keys, machine
-from rollout import parse as rollout_options
-
-from minitlt.linear import can_pack
+from _machine import RUNS, device
+from _machine import parser as options_of
 
 ARMS = ["eagle-1", "eagle-3", "eagle-7", "eagle-2x2b3", "eagle-3x2b7", "eagle-4x3b7"]
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options of this script; whatever else a Bench wants to know is as in rollout.py."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = options_of(__file__, __doc__, "--rows 4 --new 64")
     parser.add_argument("--drafter", default="smollm2", help="a saved drafter, e.g. RUN/drafter")
     parser.add_argument("--new", type=int, default=256, help="tokens per row at most")
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rows", type=int, default=16, help="decoded together")
+    parser.add_argument("--threads", type=int, default=2, help="of torch")
+    parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument("--out", type=Path, help="default: a file in runs/")
     own = vars(parser.parse_args(argv))
-    return argparse.Namespace(**vars(rollout_options([])) | own | {"arms": ["off", *ARMS]})
+    from rollout import parse as rollout_options
+
+    fixed = {"arms": ["off", *ARMS], "dtype": "fp32"}
+    return argparse.Namespace(**vars(rollout_options([])) | own | fixed)
+
+
+if __name__ == "__main__":
+    parse()  # before torch is loaded: --help is quick, and so is word of what is wrong
+
+import torch  # noqa: E402
+from rollout import DTYPES, Bench, keys, machine  # noqa: E402
+
+from minitlt.linear import can_pack  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
+    options.device = options.device or device()
     torch.set_num_threads(options.threads)
     result = machine(options) | {"rows": options.rows, "match_rate": {}}
     for name, dtype in DTYPES.items():

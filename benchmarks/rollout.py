@@ -49,21 +49,60 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from _machine import RUNS, about
+from _machine import RUNS, about, device
+from _machine import parser as options_of
 
 HERE = Path(__file__).parent
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TREES = ["eagle-2x2b3", "eagle-3x2b7", "eagle-4x3b7"]  # 3 or 7 drafts: a verify step of 4 or 8
 QUOTED = ("plain_over_hf_b32", "plain_over_hf_b1", "spec_over_plain", "spec_over_hf_b16", "tok_s",
           "token_mismatches", "roofline_fraction_b1", "spec_over_vllm_b1", "spec_over_vllm_b16",
           "exactness", "dtype", "alone", "commit", "versions", "machine", "seeds")  # fmt: skip
 
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = options_of(__file__, __doc__, "--quick --drafter smollm2")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="one repeat of short rows, under 5 minutes")
+    add("--drafter", default="smollm2", help="a saved drafter, e.g. RUN/drafter")
+    add("--train-seconds", type=float, default=0, help="distil one here instead")
+    add("--dtype", choices=["auto", "fp32", "bf16"], default="auto",
+        help="of the engine's weights; auto: as in a run that trains in fp32")  # fmt: skip
+    add("--device", help="default: cuda where there is one")
+    add("--threads", type=int, default=2, help="of torch")
+    add("--new", type=int, default=0, help="tokens per row at most; 0: 512, quick: 24")
+    add("--repeats", type=int, default=0, help="of each system; 0: 3, quick: 1")
+    add("--least", type=int, default=0, help="tokens of a repeat at least; 0: 300, quick: 48")
+    add("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="rows per batch")
+    add("--arms", nargs="+", help="default: the recipe's and " + " ".join(TREES))
+    add("--peer", choices=["vllm"], help="another engine to compare with")
+    add("--peer-python", type=Path, help="the interpreter that has the peer; or $MINITLT_PEER")
+    add("--out", type=Path, help="default: a file in runs/")
+    options = parser.parse_args(argv)
+    options.new = options.new or (24 if options.quick else 512)
+    options.repeats = options.repeats or (1 if options.quick else 3)
+    options.least = options.least or (48 if options.quick else 300)
+    if options.train_seconds:
+        options.drafter = "target"
+    if options.peer and not options.peer_python:
+        options.peer_python = Path(os.environ.get("MINITLT_PEER", ""))
+        if not options.peer_python.is_file():
+            parser.error("--peer vllm needs --peer-python VENV/bin/python (or $MINITLT_PEER)")
+    return options
+
+
+if __name__ == "__main__":
+    parse()  # before torch is loaded: --help is quick, and so is word of what is wrong
+
+import torch  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Rows = list[tuple[list[int], list[int]]]  # (prompt, completion)
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
+    options.device = options.device or device()
+    options.dtype = engine_dtype(options.dtype, torch.float32, options.device)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(options.threads)
     result = machine(options)  # first: it looks at the load
@@ -79,38 +118,6 @@ def main(argv: list[str] | None = None) -> int:
     out.write_text(json.dumps(result) + "\n")
     print(json.dumps({name: result[name] for name in QUOTED if name in result}))
     return 0
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    add = parser.add_argument
-    add("--quick", action="store_true", help="one repeat of short rows, under 5 minutes")
-    add("--drafter", default="smollm2", help="a saved drafter, e.g. RUN/drafter")
-    add("--train-seconds", type=float, default=0, help="distil one here instead")
-    add("--dtype", choices=["auto", *DTYPES], default="auto",
-        help="of the engine's weights; auto: as in a run that trains in fp32")  # fmt: skip
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--threads", type=int, default=2)
-    add("--new", type=int, default=0, help="tokens per row at most; 0: 512, quick: 24")
-    add("--repeats", type=int, default=0, help="0: 3, quick: 1")
-    add("--least", type=int, default=0, help="tokens of a repeat at least; 0: 300, quick: 48")
-    add("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    add("--arms", nargs="+", help="default: the recipe's and " + " ".join(TREES))
-    add("--peer", choices=["vllm"])
-    add("--peer-python", type=Path, help="the interpreter that has the peer; or $MINITLT_PEER")
-    add("--out", type=Path)
-    options = parser.parse_args(argv)
-    options.new = options.new or (24 if options.quick else 512)
-    options.repeats = options.repeats or (1 if options.quick else 3)
-    options.least = options.least or (48 if options.quick else 300)
-    options.dtype = engine_dtype(options.dtype, torch.float32, options.device)
-    if options.train_seconds:
-        options.drafter = "target"
-    if options.peer and not options.peer_python:
-        options.peer_python = Path(os.environ.get("MINITLT_PEER", ""))
-        if not options.peer_python.is_file():
-            parser.error("--peer vllm needs --peer-python VENV/bin/python (or $MINITLT_PEER)")
-    return options
 
 
 def engine_dtype(wish: str, trains_in: torch.dtype, device: str) -> str:

@@ -38,6 +38,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from _machine import RUNS, about
+from _machine import parser as options_of
+
 ARMS = ("plain", "tlt", "trl", "trl_cb")
 OVERRIDES = {"plain": {"rollout.arms": ["off"], "spot.mode": "off"}, "tlt": {}}
 PARTS = ("rollout_s", "harvest_s", "reward_s", "update_s")
@@ -54,8 +57,6 @@ def main(argv: list[str] | None = None) -> int:
     if same and results["plain"]["digests"] != results["tlt"]["digests"]:
         print("plain and tlt drew different completions; that is a bug", file=sys.stderr)
         return 1
-    from _machine import RUNS, about
-
     facts = {"benchmark": "step", "recipe": options.recipe, **about()}
     lines = [json.dumps(facts | {"arm": arm} | result) for arm, result in results.items()]
     out = options.out or RUNS / f"step_cpu{options.nproc}.jsonl"
@@ -67,10 +68,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Own options, and whatever else is given as overrides of the recipe."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("recipe", nargs="?", default="01_smollm2_cpu", help="a recipe or a file")
+    parser = options_of(__file__, __doc__, "--steps 2 --drafter smollm2 --learning_rate 1e-5")
+    parser.add_argument("recipe", nargs="?", default="01_smollm2_cpu", help="recipe or file")
     parser.add_argument("--steps", type=int, default=4, help="of each arm, the first not counted")
-    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--nproc", type=int, default=2, help="ranks")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--drafter", default="", help="where tlt's drafter starts: smollm2, DIR")
     parser.add_argument("--keep", type=Path, help="folder for the arms' run logs")

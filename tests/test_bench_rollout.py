@@ -119,4 +119,5 @@ def test_nothing_committed_is_written_over_by_default():
     assert BENCHMARKS.parent / "runs" == rollout.RUNS and "runs/" in ignored
     options = rollout.parse([])
     assert (options.repeats, options.new, options.least) == (3, 512, 300)
-    assert options.out is None and options.dtype == "fp32"
+    assert options.out is None
+    assert rollout.engine_dtype(options.dtype, torch.float32, "cpu") == "fp32"
