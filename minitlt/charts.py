@@ -38,6 +38,7 @@ COLOURS = {
 }
 RUN_COLOURS = ("generate", "run2", "harvest", "update", "merge", "run5")
 WIDTH = 4.6  # inches
+LINE = 0.2  # inches that a line of a key takes
 STYLE: dict[str, Any] = {
     "font.size": 9.5,
     "axes.titlesize": 9.5,
@@ -73,6 +74,7 @@ class Run:
     path: Path
     events: list[Event]
     steps: list[dict[str, Any]] = field(default_factory=list)
+    label: str = ""  # A, B, .. among runs that are compared: names are long
 
     @classmethod
     def read(cls, path: str | Path) -> "Run":
@@ -188,13 +190,26 @@ def key(ax: Any, meanings: dict[str, str], columns: int = 0, lift: float = 0.0) 
     ax.legend(handles=patches, ncols=columns or len(patches), bbox_transform=place, **form)
 
 
+def shortened(name: str, most: int = 40) -> str:
+    """At most so many characters of a name, its ends kept.
+
+    >>> shortened("01_smollm2_cpu-20260101-120000", 20)
+    '01_smollm..01-120000'
+    """
+    left = (most - 2) // 2
+    return name if len(name) <= most else f"{name[:left]}..{name[left + 2 - most :]}"
+
+
 def run_key(ax: Any, runs: Sequence[Run]) -> None:
-    """Write the runs' names in their colours above the title of the axes (several runs only)."""
+    """Write the runs' names in their colours above the title of the axes (several runs only); the
+    figure grows by what that takes."""
     if len(runs) > 1:
-        names = [run.name.lstrip("_") for run in runs]  # matplotlib hides names with a _ in front
+        names = [f"{run.label} {shortened(run.name)}" for run in runs]
         columns = max(1, 48 // (max(map(len, names)) + 5))
         tints = [RUN_COLOURS[i % len(RUN_COLOURS)] for i in range(len(runs))]
         key(ax, dict(zip(names, tints, strict=True)), columns, lift=17)
+        more = -(-len(runs) // columns) * LINE
+        ax.figure.set_figheight(ax.figure.get_figheight() + more)
 
 
 def mark(
@@ -252,7 +267,7 @@ def say_change(
     if ends is None:
         ends = [(mean(thirds(ys)[0]), mean(thirds(ys)[1])) for _, ys in found]
     if len(found) > 1:
-        said = [f"{run.name} {number(end[1])}" for (run, _), end in zip(found, ends, strict=True)]
+        said = [f"{run.label} {number(end[1])}" for (run, _), end in zip(found, ends, strict=True)]
         return f"{what.capitalize()} in the last third: {', '.join(said)}."
     ys = found[0][1]
     first, last = ends[0]

@@ -95,7 +95,7 @@ def table(left: Path, right: Path) -> list[str]:
     summaries = [summarize(read_events(folder / "events.jsonl")) for folder in (left, right)]
     names = list(summaries[0] | summaries[1])
     width = max(len(name) for name in names)
-    lines = [f"{'':{width}}  {left.name:>20.20}  {right.name:>20.20}"]
+    lines = [f"A  {left}", f"B  {right}", f"{'':{width}}  {'A':>20}  {'B':>20}"]
     for name in names:
         values = [summary.get(name) for summary in summaries]
         a, b = (" ".join(v) or "-" if isinstance(v, dict) else number(v) for v in values)

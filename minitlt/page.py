@@ -148,7 +148,8 @@ def render_report(run_dirs: Sequence[str | Path], out_html: str | Path) -> Path:
         raise ValueError("no run folder given; a run folder holds events.jsonl")
     runs = [Run.read(path) for path in run_dirs]
     names = [run.name for run in runs]
-    for run in runs:
+    for index, run in enumerate(runs):
+        run.label = chr(ord("A") + index % 26) * (index // 26 + 1)  # .., Z, AA, BB, ..
         if names.count(run.name) > 1:  # a/run and b/run
             run.name = "/".join(run.path.resolve().parts[-2:])
     out = Path(out_html)

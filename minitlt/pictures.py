@@ -221,15 +221,16 @@ def draw_acceptance_by_position(runs: list[Run]) -> Drawn:
     integer_ticks(ax.xaxis)
     ax.set(title="% of drafts at least so deep", xlabel="accepted at least this many drafts")
     useful, said = sum(v >= 0.1 for v in values), ""
-    if 0 < useful < len(values) and values[useful] < values[useful - 1] / 4:
+    trained = runs[0].opened.get("config", {}).get("drafter", {}).get("ttt_steps")
+    if useful == trained < len(values) and values[useful] < values[useful - 1] / 4:
         said = (
-            f" The cliff after {useful} is where a learned drafter's training ends "
+            f" The cliff after {useful} is where the learned drafter's training ends "
             "(drafter.ttt_steps); copied drafts (n-grams) have none."
         )
     return figure, (
-        f"In the last third the first draft is accepted {values[0]:.0%} of the time and all "
-        f"{len(values)} {values[-1]:.0%}. Drafting pays {useful} deep here, if a draft accepted "
-        f"one time in ten covers its cost.{said}"
+        f"In the last third the first draft is accepted {values[0]:.0%} of the time, and "
+        f"{len(values)} in a row {values[-1]:.0%}. Drafting pays {useful} deep here, if a draft "
+        f"accepted one time in ten covers its cost.{said}"
     )
 
 
@@ -259,7 +260,7 @@ def draw_lengths(runs: list[Run]) -> Drawn:
     said = []
     for index, (run, own) in enumerate(zip(runs, lengths, strict=True)):
         cut = sum(end["truncated"] for end in run.of("rollout_end")) / len(own)
-        said.append(f"{run.name}: median {number(median(own))}, longest {own[-1]}, {cut:.0%} cut")
+        said.append(f"{run.label}: median {number(median(own))}, longest {own[-1]}, {cut:.0%} cut")
         shape = {"rwidth": 0.9} if len(runs) == 1 else {"histtype": "step", "linewidth": 1.8}
         tint = run_colour(runs, index, "generate")
         ax.hist(own, edges, weights=[100 / len(own)] * len(own), color=tint, **shape)
@@ -268,10 +269,11 @@ def draw_lengths(runs: list[Run]) -> Drawn:
     if len(runs) == 1:
         _mark_lengths(ax, own, runs[0].opened.get("config", {}).get("max_completion_length"))
         tail = sum(own[-max(1, len(own) // 10) :]) / sum(own)
+        times = own[-1] / median(own)
+        wait = ": short rows and their ranks wait" if times >= 1.5 else ""
         said = [
-            f"The longest tenth holds {tail:.0%} of all tokens and the longest completion is "
-            f"{number(own[-1] / median(own))} times the median: short rows and their ranks wait. "
-            f"{cut:.0%} were cut by the cap"
+            f"The longest tenth holds {tail:.0%} of all tokens and the longest completion has "
+            f"{number(times)} x the median{wait}. {cut:.0%} were cut by the cap"
         ]
     return figure, f"{'; '.join(said)}."
 
@@ -345,7 +347,8 @@ def draw_harvest(runs: list[Run]) -> Drawn:
     if not steps:
         return figure, f"{number(available)} idle seconds, and no drafter step in them."
     saved = runs[0].column("saved_s")[1]
-    won = f" Drafts, of every source, saved the rollouts {number(sum(saved))} s." if saved else ""
+    did = "saved" if sum(saved) >= 0 else "cost"
+    won = f" Drafts, of every source, {did} the rollouts {number(abs(sum(saved)))} s." * bool(saved)
     return figure, (
         f"{number(harvested)} of {number(available)} idle seconds became {number(steps)} drafter "
         f"steps, for an overshoot of {number(overshoot)} s that others waited.{won}"

@@ -442,6 +442,7 @@ def test_compare_finds_equal_runs_equal_and_one_bit_different(tmp_path):
     done = minitlt("compare", left, right, "--assert-equal")
     assert done.exit_code == 0 and "equal: completions" in done.stdout
     assert "reward_first" in done.stdout
+    assert done.stdout.startswith(f"A  {left}\nB  {right}\n")  # whole, however long
     (guards,) = [line for line in done.stdout.splitlines() if line.startswith("guards")]
     assert guards.count("short rows") == 2  # those that spoke, in either run
     bit = torch.ones(2, 2, dtype=torch.bfloat16)

@@ -598,6 +598,23 @@ def test_acceptance_by_position_weighs_drafts_not_steps():
     assert _acceptance([[none]]) == []
 
 
+def test_conclusions_say_what_the_log_shows(fake):
+    """A cliff is the drafter's only at its depth, drafts may cost time, equal rows never wait."""
+    run = Run.read(fake)
+    for end in run.of("rollout_end"):
+        rates = {"accept_by_position": [0.5, 0.4, 0.02], "drafts_by_position": [9, 9, 9]}
+        end |= rates | {"lengths": [7, 8, 7, 7]}
+    for row in run.steps:
+        row["saved_s"] = -0.5
+    for depth in (2, 4):
+        run.opened["config"]["drafter"] = {"ttt_steps": depth}
+        said = {made.name: made.concludes for made in draw([run])}
+        assert ("cliff after 2" in said["acceptance_by_position"]) == (depth == 2)
+    assert "50% of the time, and 3 in a row 2%" in said["acceptance_by_position"]
+    assert "of every source, cost the rollouts 6 s." in said["harvest"]
+    assert "1.14 x the median. " in said["lengths"]
+
+
 def test_active_share_by_hand():
     """Ranks of 2 rows; 10 s: 2 + 2 (prompts, 1 s) + 2 x 9, then 2 x 4 + 1 x 5 row-seconds of 40."""
     ends = [
@@ -655,6 +672,28 @@ def test_comparison_has_a_series_per_run_and_what_differs(tmp_path, fake):
     parser = References()
     parser.feed(text)
     assert parser.found == []
+
+
+def test_long_names_of_runs_leave_the_pictures_their_room(tmp_path, fake):
+    """Six names of a hundred characters: keys within the figure, axes as high as without."""
+    runs = [Run.read(fake)]
+    for letter in "BCDEF":
+        path = tmp_path / f"{letter * 50}{'x' * 50}{letter}"
+        write_fake_run(path, steps=2)
+        runs.append(Run.read(path))
+    out = render_report([run.path for run in runs], tmp_path / "compare.html")
+    text = out.read_text()
+    for letter, run in zip("ABCDEF", runs, strict=True):
+        assert f"<b>{letter}</b> {run.name}:" in text and f">{letter}</th>" in text
+        run.label = letter
+    single = {made.name: made.figure for made in draw(runs[:1])}
+    for made in draw(runs):
+        for figure in (made.figure, single[made.name]):
+            figure.draw_without_rendering()
+        for ax, alone in zip(made.figure.axes, single[made.name].axes, strict=True):
+            assert ax.get_window_extent().height > 0.8 * alone.get_window_extent().height
+        key, box = made.figure.axes[0].get_legend().get_window_extent(), made.figure.bbox
+        assert box.x0 <= key.x0 and key.x1 <= box.x1 and key.y1 <= box.y1
 
 
 @pytest.mark.parametrize("keep", [1, 3, 90])
