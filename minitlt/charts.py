@@ -272,7 +272,7 @@ def say_change(
     ys = found[0][1]
     first, last = ends[0]
     if len(ys) < 6 or first is None or last is None:
-        return f"{len(ys)} steps are too few to speak of a trend in {what}."
+        return f"Too few steps ({len(ys)}) to speak of a trend in {what}."
     # Differences of neighbours hold the noise but hardly the trend.
     noise = stdev([after - before for before, after in pairwise(ys)]) / 2**0.5
     error = noise * (2 / (len(ys) // 3)) ** 0.5

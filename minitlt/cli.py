@@ -246,12 +246,14 @@ def _accelerate(settings: Any, dry_run: bool = False) -> list[str]:
 def _check_devices(nproc: int, on_cpu: bool, accelerated: bool) -> None:
     import torch
 
+    from minitlt.common import counted
+
     there, cores = torch.cuda.device_count(), os.cpu_count() or 1
     if not on_cpu and not accelerated and nproc > there:
-        _fail(f"nproc {nproc}: this machine has {there} GPUs; lower --nproc, give --use_cpu true, "
-              "or see recipes/several_nodes.md")  # fmt: skip
+        _fail(f"nproc {nproc}: this machine has {counted(there, 'GPU')}; lower --nproc, give "
+              "--use_cpu true, or see recipes/several_nodes.md")  # fmt: skip
     if on_cpu and nproc > 4 * cores:  # so many processes would take the machine down
-        _fail(f"nproc {nproc}: this machine has {cores} cores; lower --nproc")
+        _fail(f"nproc {nproc}: this machine has {counted(cores, 'core')}; lower --nproc")
 
 
 def _quiet() -> None:

@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-from minitlt.common import one_line, version_of
+from minitlt.common import counted, one_line, version_of
 
 OK, NOTE, MISSING = "ok", "--", "MISSING"
 _OPTIONAL = {
@@ -100,7 +100,7 @@ def _devices() -> Iterator[Finding]:
 
     memory = psutil.virtual_memory()
     free = f"{memory.available / 2**30:.0f} of {memory.total / 2**30:.0f} GiB memory free"
-    yield OK, "cpu", f"{os.cpu_count()} cores, {free}"
+    yield OK, "cpu", f"{counted(os.cpu_count() or 1, 'core')}, {free}"
     for i in range(torch.cuda.device_count()):
         name, size = torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)
         free = f"{size[0] / 2**30:.0f} of {size[1] / 2**30:.0f} GiB free"

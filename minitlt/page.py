@@ -87,7 +87,7 @@ def _samples(run: Run) -> list[Event]:
 def _messages(run: Run) -> list[str]:
     """What the guards and notes said; of each guard the latest word."""
     guards = {event["name"]: event for event in run.of("guard")}
-    said = [f"{name} ({last['count']} times): {last['message']}" for name, last in guards.items()]
+    said = [f"{name} ({counted(e['count'], 'time')}): {e['message']}" for name, e in guards.items()]
     return said + [event["message"] for event in run.of("note")][-20:]
 
 

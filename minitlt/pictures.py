@@ -162,12 +162,12 @@ def _say_idle(run: Run, rollouts: list[list[Event]]) -> str:
     worst = max(set(slowest), key=slowest.count)
     used = f"drafter steps filled {min(harvested / (idle or 1), 1):.0%} of that"
     ended = [row for row in run.steps if row["rollout_s"] and row["step_s"]]
-    share = ratio((row["rollout_s"], row["step_s"]) for row in ended) or 0.0
+    share = ratio((row["rollout_s"], row["step_s"]) for row in ended)
+    most = f" Rollouts take {share or 0:.0%} of the steps' time: faster ones could save no more."
     return (
         f"Rank {worst} was last in {slowest.count(worst)} of the run's {len(slowest)} rollouts. "
         f"Ranks idled {idle / total:.0%} of the rollout time; "
-        f"{used if harvested else 'no drafter step used it'}. Rollouts take {share:.0%} of "
-        "the steps' time, which is the most that a faster one could save."
+        f"{used if harvested else 'no drafter step used it'}.{most if share else ''}"
     )
 
 

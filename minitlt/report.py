@@ -353,7 +353,7 @@ class Board:
             more = {
                 "generating": f", {at.get('done', 0)} of {at.get('rows', 0)} rows done, "
                 f"{number(at.get('tok_s'))} tok/s, accept length {number(at.get('accept_len'))}",
-                "harvesting": f", {at.get('n', 0)} drafter steps",
+                "harvesting": f", {counted(at.get('n', 0), 'drafter step')}",
             }
             lines.append(f"rank {rank} {what}{more.get(what, '')}")
         return lines

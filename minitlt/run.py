@@ -223,7 +223,8 @@ def resolved(args: GRPOConfig) -> dict[str, Any]:
     names = ("use_cpu", "bf16", "report_to", "max_completion_length", "num_generations",
              "per_device_train_batch_size", "steps_per_generation", "learning_rate", "beta",
              "temperature", "gradient_checkpointing", "save_strategy", "seed")  # fmt: skip
-    return {name: getattr(args, name) for name in names}
+    values = {name: getattr(args, name) for name in names}
+    return {name: getattr(value, "value", value) for name, value in values.items()}  # of enums
 
 
 def _batch_sizes(given: dict[str, Any], world_size: int) -> SimpleNamespace:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from minitlt.common import read_jsonl, reading
+from minitlt.common import counted, read_jsonl, reading
 from minitlt.drafter import Eagle3Proposer
 from minitlt.eagle3 import Eagle3Config, Eagle3Drafter
 from minitlt.export import check_export, export_drafter, import_drafter
@@ -245,8 +245,9 @@ class Meter:
     def say(self, now: str = "", tokens: int = 0, row_steps: int = 0, end: str = "\n") -> None:
         seconds = time.perf_counter() - self.started
         tokens, row_steps = self.tokens + tokens, self.row_steps + row_steps
-        text = f"{self.done} of {self.total} rows{now}, {tokens} tokens in {seconds:.1f} s: "
-        text += f"{tokens / seconds:.1f} tokens/s, accept length {tokens / max(row_steps, 1):.2f}"
+        text = f"{self.done} of {self.total} rows{now}, {counted(tokens, 'token')} in "
+        text += f"{seconds:.1f} s: {tokens / seconds:.1f} tokens/s, "
+        text += f"accept length {tokens / max(row_steps, 1):.2f}"
         print(f"\r{text:<78}" if self.live else text, end=end, file=sys.stderr, flush=True)
 
 

@@ -239,6 +239,7 @@ def test_dry_run_prints_the_config_and_the_batch_algebra(config, tmp_path, monke
     for option in ("rollout.epsilon: 0.05", "drafter.ttt_steps: ", "spot.publish_seconds: 2.0"):
         assert f"# {option}" in done.stdout  # every option of our blocks, and what it means
     assert "(share of steps on which the bandit explores)" in done.stdout
+    assert "save_strategy steps, seed 5" in done.stdout  # no name of an enum
     assert not list(tmp_path.iterdir())
 
 
@@ -362,6 +363,10 @@ def test_accelerate_configs_that_cannot_run_here_say_so(
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(typer.Exit):
+        _check_devices(2, on_cpu=False, accelerated=False)
+    assert "has 1 GPU; " in capsys.readouterr().err
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(typer.Exit):
         _check_devices(4, on_cpu=False, accelerated=False)

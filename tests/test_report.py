@@ -460,6 +460,7 @@ def test_board_knows_what_each_rank_does(fake):
     rows = {re.sub(r"[\d.,]+", "#", line) for line in lines}
     assert "rank # generating# # of # rows done# # tok/s# accept length #" in rows
     assert "rank # harvesting# # drafter steps" in rows
+    assert any(line.endswith(", 1 drafter step") for line in lines)
     assert board.seconds_left() == 0
 
 
@@ -696,13 +697,14 @@ def test_long_names_of_runs_leave_the_pictures_their_room(tmp_path, fake):
         assert box.x0 <= key.x0 and key.x1 <= box.x1 and key.y1 <= box.y1
 
 
-@pytest.mark.parametrize("keep", [1, 3, 90])
+@pytest.mark.parametrize("keep", [1, 3, 84, 90])
 def test_a_run_that_has_just_begun_can_be_shown(tmp_path, fake, keep):
     lines = (fake / "events.jsonl").read_bytes().splitlines(keepends=True)[:keep]
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines) + b'{"t":17000')
     run = Run.read(tmp_path)
     text = page_html([run], draw([run]))
     assert "Summary" in text
+    assert "1 times" not in text and ("Rollouts take" in text) == (keep == 90)  # a step has ended
     assert ("nothing to draw" in text) == (keep <= 3)
 
 
