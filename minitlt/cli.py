@@ -516,7 +516,7 @@ def doctor() -> None:
 def bench(context: typer.Context) -> None:
     """Run a benchmark of the repository.
 
-    minitlt bench rollout|step|kernels|drafter|match_rate [OPTIONS ..]
+    minitlt bench rollout|step|kernels|drafter|match_rate|model [OPTIONS ..]
 
     Examples:
 

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -156,6 +157,31 @@ def test_the_lora_recipe_is_the_one_before_with_lora():
 def test_the_table_lists_every_recipe_and_no_other():
     table = (FOLDER / "README.md").read_text()
     assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(RECIPES)
+
+
+def test_what_is_modelled_in_the_table_is_what_the_model_says(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    import model
+
+    rows = {row.split("`")[1]: row for row in (FOLDER / "README.md").read_text().splitlines()
+            if row.startswith("| `")}  # fmt: skip
+    assert model.main([]) == 0
+    said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert list(said) == [name for name, row in rows.items() if "modelled" in row]
+    for name, line in said.items():
+        minutes, rest = re.fullmatch(r"(\d+) minutes; (.*)", line).groups()
+        assert f"| {minutes}, modelled | modelled, not run: {rest}; " in rows[name]
+        assert rows[name].endswith("| `--dry-run` only |")
+    # Two rows of 1 and 3 tokens, rates of 1 at full efficiency, nothing but bytes: 2 * 5 a
+    # forward, and what is cached at the middle of each stretch, 1 byte a token.
+    for constant, value in {"READ": 1.0, "MATH": 1.0, "HOST": 0.0, "DRAFT_HOST": 0.0}.items():
+        monkeypatch.setattr(model, constant, value)
+    tiny = model.Model(weights=5, layers=2, width=3, kv=1)
+    plain, drafted = model.Machine(1.0, 1e9).rollout(tiny, [1, 3], accept=10.0)
+    assert plain == (10 + 2 * 0.5) + 2 * (10 + 1 * 2)
+    assert drafted == pytest.approx((plain + 3 * model.DRAFTS * 2 * 10 / 2) / 10)
+    assert model.Machine(1.0, 1.0).update(tiny, 2, 3, 5) == 5 * 6 * (2 * 5 + 2 * 2 * 3 * 3)
 
 
 def test_the_nodes_page_has_a_config_that_accelerate_reads(tmp_path):
