@@ -136,8 +136,8 @@ for rows in (1, 8):
 # During a rollout the number of active rows falls, and the drafter's skill changes as it learns.
 # So the engine measures. Every way to draft is an *arm* of a bandit, "off" is one of them, and
 # for each range of active rows the bandit prefers the arm that lately gave the most tokens per
-# second (TLT's BEG-MAB; `spec.Bandit`). Here it has four arms. The toy's passes are so short that
-# timings are rough, but watch where its steps go.
+# second (BEG-MAB in TLT; `bandit.Bandit`). Here it has four arms. The toy's passes are so short
+# that timings are rough, but watch where its steps go.
 
 # %%
 oracle = Oracle.of(plain, prompts, keys, skill=0.8)

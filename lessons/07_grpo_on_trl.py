@@ -184,7 +184,7 @@ solved = judge(check, advantages)
 # **If it went wrong.** `view(-1, group)`, then mean and standard deviation along the last
 # dimension, kept as a column.
 #
-# **To fork it.** Another reward is another function. Another loss is TRL's `loss_type`. Your own
-# `GRPOTrainer` subclass can take `make_rollout_func(engine)` instead of inheriting from ours.
+# **To fork it.** Another reward is another function. Another loss is TRL's `loss_type`. A trainer
+# that cannot inherit from ours takes `rollout_func=make_rollout_func(engine, params)` instead.
 #
 # **Next.** Lesson 8 goes down to the kernel that verifies.

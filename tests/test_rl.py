@@ -15,13 +15,16 @@ from grpo import SHARED_PROMPTS, make_trainer, reward_short
 from ranks import two_ranks
 from safetensors.torch import load_file
 from tiny import save_tiny_model
-from transformers import TrainerCallback
-from trl import GRPOTrainer
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
 from minitlt.config import ConfigError, RolloutConfig
 from minitlt.events import EventLog, read_events, table
-from minitlt.rl import Speculation, full_parameters, sampling_params
+from minitlt.kernels import row_key
+from minitlt.rl import Speculation, full_parameters, make_rollout_func, sampling_params
+from minitlt.spec import RolloutEngine, SamplingParams
 from minitlt.spot import SpotConfig
+from minitlt.target import make_target
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
 
@@ -344,3 +347,35 @@ def test_every_hot_swap_says_what_it_changed():
     assert (second["version"], second["accept_before"], second["accept_after"]) == (9, 3.0, 4.0)
     assert (second["row_steps_before"], second["row_steps_after"]) == (10, 2)
     assert parts.swap_results() == []
+
+
+def test_a_stock_trainer_takes_an_engine_as_its_rollout_func(model_dir, tmp_path):
+    """TRL's own trainer: its completions are the engine's, whose weights follow the policy."""
+    target = make_target(AutoModelForCausalLM.from_pretrained(model_dir))
+    params, seen = SamplingParams(max_new_tokens=8, stop_ids=(2,)), []
+
+    def before(trainer):
+        weights = {name: tensor.clone() for name, tensor in full_parameters(trainer.model)}
+        target.refresh(weights.items())
+        seen.append(weights)
+
+    rollout_func = make_rollout_func(RolloutEngine(target), params, seed=5, before=before)
+
+    def watched(prompts, trainer):
+        seen.append(rollout_func(prompts, trainer))
+        return seen[-1]
+
+    args = GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=2, num_generations=4,
+        per_device_train_batch_size=4, max_completion_length=8, learning_rate=1e-2,
+        gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    GRPOTrainer(str(model_dir), [reward_short], args=args, rollout_func=watched,
+                train_dataset=Dataset.from_dict({"prompt": ["count"] * 8})).train()  # fmt: skip
+    for call, (weights, out) in enumerate(zip(seen[::2], seen[1::2], strict=True)):
+        target.refresh(weights.items())
+        keys = [row_key(5, call, i) for i in range(4)]
+        again = RolloutEngine(target).generate(out["prompt_ids"], params, keys)
+        assert again.completion_ids == out["completion_ids"]
+        assert again.logprobs == out["logprobs"]
+    assert any(not seen[0][name].equal(tensor) for name, tensor in seen[2].items())
