@@ -34,7 +34,7 @@ from minitlt.charts import (
     spread,
 )
 from minitlt.events import Event
-from minitlt.report import accept_thirds, by_step, mean, number, ratio, thirds
+from minitlt.report import accept_thirds, by_step, mean, number, ratio, summarize, thirds
 
 MAX_STEPS_ON_TIMELINE = 8
 _LEAST_STEPS = 10  # of an arm in a bucket, before its rate is a candidate for the best
@@ -335,7 +335,7 @@ def _active_share(ends: list[Event]) -> float:
 def draw_harvest(runs: list[Run]) -> Drawn:
     names = ("idle_available_s", "idle_harvested_s", "overshoot_s", "drafter_steps")
     available, harvested, overshoot, steps = (sum(runs[0].column(name)[1]) for name in names)
-    if not available:
+    if not available or summarize(runs[0].events)["ranks"] == 1:  # one rank is never idle
         return None
     figure, (ax,) = new_figure(2.6)
     xs, idle = runs[0].column("idle_available_s")

@@ -181,6 +181,7 @@ def summarize(events: list[Event]) -> dict[str, Any]:
         "idle_harvested_s": sum(row["idle_harvested_s"] or 0.0 for row in rows),
         "drafter_steps": sum(row["drafter_steps"] or 0 for row in rows),
         "guards": guard_counts(events),
+        "ranks": 1 + max((event["rank"] for event in events), default=0),
         "steps": max(by_step(events, "update"), default=0),
         "wall_s": run_seconds(events)[-1] if events else 0.0,
     }
@@ -249,8 +250,12 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("Tokens per second", change("tok_s_plain", "tok_s_spec"), gain))
     available, harvested = summary["idle_available_s"], summary["idle_harvested_s"]
     share = f" ({harvested / available:.0%})" if available else ""
-    rows.append(("Idle time", f"{number(available)} s", "ranks waiting for the last one, summed"))
-    rows.append(("Harvested", f"{number(harvested)} s", f"of it, for drafter steps{share}"))
+    if summary["ranks"] == 1:
+        rows.append(("Drafter's time", f"{number(harvested)} s", "its own: one rank never waits"))
+    else:
+        wait = "ranks waiting for the last one, summed"
+        rows.append(("Idle time", f"{number(available)} s", wait))
+        rows.append(("Harvested", f"{number(harvested)} s", f"of it, for drafter steps{share}"))
     rows.append(("Drafter steps", number(summary["drafter_steps"]), "summed over ranks"))
     if (odd := summary.get("token_mismatches")) is not None:
         rows.append(("Token mismatches", number(odd), "plain against speculative (0 = lossless)"))
@@ -329,10 +334,11 @@ class Board:
         self._updates.append(update)
         row, total = step_table(recent)[-1], self.total_steps
         idle, harvested = row["idle_available_s"] or 0.0, row["idle_harvested_s"] or 0.0
+        spot = f"idle {number(idle)} s, harvested" if len(self.doing) > 1 else "drafter"
         return (
             f"step {row['step']:>{len(str(total))}}/{total}  reward {number(row['reward'])}"
             f"  accept length {number(row['accept_len'])}  {number(row['tok_s'])} tok/s"
-            f"  idle {number(idle)} s, harvested {number(harvested)} s"
+            f"  {spot} {number(harvested)} s"
             f"  took {duration(row['step_s'])}, left {duration(self.seconds_left())}"
         )
 

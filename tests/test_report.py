@@ -49,6 +49,7 @@ from minitlt.report import (
     run_seconds,
     step_table,
     summarize,
+    summary_rows,
     watch,
 )
 
@@ -290,7 +291,7 @@ def test_summary_by_hand(tmp_path):
     assert summarize(events) == {
         "reward_first": 0.0, "reward_last": 1.0, "accept_first": 1.5, "accept_last": 3.0,
         "idle_available_s": 12.0, "idle_harvested_s": 9.0, "drafter_steps": 30, "steps": 3,
-        "guards": {}, "wall_s": 32.0,  # 16 s before the pause and 16 s after it
+        "guards": {}, "ranks": 2, "wall_s": 32.0,  # 16 s before the pause and 16 s after it
     }  # fmt: skip
     rows = step_table(events)
     assert [row["reward"] for row in rows] == [0.0, 0.5, 1.0]
@@ -405,6 +406,24 @@ def test_print_summary_lists_the_files_that_exist(fake, page, capsys):
     said = capsys.readouterr().out
     assert "Reward" in said and "Drafter steps" in said and "1.94 x" in said
     assert "report.html, pictures/, events.jsonl" in said and "summary.json" not in said
+
+
+def test_one_rank_is_never_idle(tmp_path):
+    """Its drafter takes time of its own: no word of waiting, in the table, live or on the page."""
+    events = []
+    for event in read_events(write_fake_run(tmp_path, steps=6, ranks=1)):
+        events.append(event)
+        if event["event"] == "rollout_end":
+            window = {"available_s": 2.0, "harvested_s": 1.5, "overshoot_s": 0.0}
+            trained = {"event": "harvest_end", "drafter_steps": 5, "loss_last": 1.0}
+            events.append({**event, **window, **trained})
+    board, run = Board(6), Run("one", tmp_path, events, step_table(events))
+    said = [line for event in events for line in board.feed(event)]
+    assert sum("drafter 1.50 s" in line for line in said) == 6
+    said += [" ".join(row) for row in summary_rows(summarize(events))]
+    assert "Drafter's time 9 s its own: one rank never waits" in said
+    said += [made.title + made.concludes for made in draw([run])]
+    assert not re.search("(?i)idle time|idle [0-9]|harvested", " ".join(said))
 
 
 # The live display.
