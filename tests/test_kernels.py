@@ -531,7 +531,7 @@ def test_draft_loss_gradient_equals_autograd_of_the_naive_form(kind: str):
 def test_draft_loss_of_nothing_and_of_an_unknown_kind():
     empty = torch.zeros(0, 5, requires_grad=True)
     K.draft_loss(empty, empty.detach()).loss_N.sum().backward()
-    with pytest.raises(ValueError, match="kl, tv, lk"):
+    with pytest.raises(ValueError, match=r"kl, tv, lk do.*set MINITLT_KERNELS=ref"):
         K.draft_loss(torch.zeros(1, 5), torch.zeros(1, 5), "ce")
 
 
