@@ -80,6 +80,7 @@ def _packages() -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         yield MISSING, "minitlt", "not installed: pip install . in its folder"
         return
+    yield OK, "minitlt", version_of("minitlt")
     for need in map(Requirement, lines):
         if need.marker and not need.marker.evaluate({"extra": ""}):
             continue

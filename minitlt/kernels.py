@@ -534,8 +534,8 @@ class DraftLoss(NamedTuple):
 def mix(kind: str, acceptance_N: Tensor, eta: float) -> tuple[Any, Any]:
     """Weights of (KL, TV). "lk": w = exp(-eta mean acceptance), w KL + (1 - w) TV."""
     if kind not in ("kl", "tv", "lk"):
-        raise ValueError(f"draft loss {kind!r} mixes no KL and TV (kl, tv, lk do); if it is one in "
-                         "draft_loss_ref, set MINITLT_KERNELS=ref")  # fmt: skip
+        raise ValueError(f"draft loss {kind!r} mixes no KL and TV (kl, tv, lk do); if the "
+                         "definition has it, set MINITLT_KERNELS=ref")  # fmt: skip
     if kind != "lk":
         return (1.0, 0.0) if kind == "kl" else (0.0, 1.0)
     weight = (acceptance_N.mean() * -eta).exp() if acceptance_N.numel() else torch.tensor(1.0)

@@ -518,6 +518,7 @@ def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch):
     assert done.exit_code == 0, done.stdout
     for text in ("TRL seam", "kernels on cpu", "smollm2-135m", "Hugging Face Hub", "reasoning-gym"):
         assert text in done.stdout
+    assert re.search(r"ok  minitlt +\d", done.stdout)  # a bug report needs it
     real = importlib.metadata.version
     versions = {"reasoning-gym": None, "trl": "1.99.0"}
 
