@@ -175,7 +175,7 @@ def integer_ticks(axis: Any) -> None:
     """Let an axis of counts have whole numbers only."""
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
 
 
 def key(ax: Any, meanings: dict[str, str], columns: int = 0, lift: float = 0.0) -> None:

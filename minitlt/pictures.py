@@ -33,6 +33,7 @@ from minitlt.charts import (
     say_change,
     spread,
 )
+from minitlt.common import counted
 from minitlt.events import Event
 from minitlt.report import accept_thirds, by_step, mean, number, ratio, summarize, thirds
 
@@ -165,7 +166,7 @@ def _say_idle(run: Run, rollouts: list[list[Event]]) -> str:
     share = ratio((row["rollout_s"], row["step_s"]) for row in ended)
     most = f" Rollouts take {share or 0:.0%} of the steps' time: faster ones could save no more."
     return (
-        f"Rank {worst} was last in {slowest.count(worst)} of the run's {len(slowest)} rollouts. "
+        f"Rank {worst} was last in {slowest.count(worst)} of {counted(len(slowest), 'rollout')}. "
         f"Ranks idled {idle / total:.0%} of the rollout time; "
         f"{used if harvested else 'no drafter step used it'}.{most if share else ''}"
     )
@@ -235,14 +236,14 @@ def draw_acceptance_by_position(runs: list[Run]) -> Drawn:
 
 
 def _mark_lengths(ax: Any, values: list[int], cap: int | None) -> None:
-    """Vertical lines at the median, the 90th percentile and the cap, named above."""
+    """Vertical lines at the median, the 90th percentile and the cap, named above the title."""
     marks = {"median": median(values), "90th percentile": quantiles(values, n=10)[-1]}
     if cap and cap <= 1.5 * values[-1]:  # one far beyond the longest row would squeeze the picture
         marks["cap"] = cap
     for x in marks.values():
         ax.axvline(x, color=colour("ink"), linewidth=1, linestyle=(0, (4, 3)))
     lines = ", ".join(f"{text} {number(x)}" for text, x in marks.items())
-    ax.set_title(f"lines: {lines}", loc="right", color=colour("ink"))
+    ax.set_title(f"lines: {lines}\n{ax.get_title('left')}")
 
 
 @picture(
@@ -399,9 +400,9 @@ def draw_swaps(runs: list[Run]) -> Drawn:
     key(ax, {"accept length before": "muted", "after": "harvest"})
     better = sum(before < after for _, before, after in points)
     return figure, (
-        f"Higher after the swap in {better} of {len(points)} rollouts; the mean went from "
-        f"{number(mean(befores))} to {number(mean(afters))}. The rows left by then are the long "
-        "ones, whose text is harder to foretell, so a fall does not speak against the drafter."
+        f"Higher after the swap in {better} of {counted(len(points), 'rollout')}; the mean went "
+        f"from {number(mean(befores))} to {number(mean(afters))}. The rows left by then are the "
+        "long ones, whose text is harder to foretell, so a fall does not speak against the drafter."
     )
 
 

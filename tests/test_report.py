@@ -656,7 +656,7 @@ def test_a_long_run_shows_the_steps_with_most_idle_time(tmp_path):
     (timeline,) = [made for made in draw([Run.read(tmp_path)]) if made.name == "timeline"]
     shown = {text.get_text() for text in timeline.figure.axes[0].texts}
     assert shown == set(map(str, range(6, 14)))
-    assert "Rank 0 was last in 18 of the run's 20 rollouts" in timeline.concludes  # ties go to it
+    assert "Rank 0 was last in 18 of 20 rollouts" in timeline.concludes  # ties go to it
 
 
 def test_swaps_of_a_rollout_are_one_point(tmp_path):
@@ -667,7 +667,7 @@ def test_swaps_of_a_rollout_are_one_point(tmp_path):
                   row_steps_before=20, row_steps_after=steps)  # fmt: skip
     (swaps,) = draw([Run.read(tmp_path)])
     assert swaps.concludes.startswith(
-        "Higher after the swap in 1 of 1 rollouts; the mean went from 2 to 2.50."
+        "Higher after the swap in 1 of 1 rollout; the mean went from 2 to 2.50."
     )
 
 
@@ -714,6 +714,24 @@ def test_long_names_of_runs_leave_the_pictures_their_room(tmp_path, fake):
             assert ax.get_window_extent().height > 0.8 * alone.get_window_extent().height
         key, box = made.figure.axes[0].get_legend().get_window_extent(), made.figure.bbox
         assert box.x0 <= key.x0 and key.x1 <= box.x1 and key.y1 <= box.y1
+
+
+def test_one_step_of_very_long_rows_looks_right(tmp_path):
+    """Whole numbers on axes of steps, 1 rollout, and the lengths' text within the picture."""
+    run = Run.read(write_fake_run(tmp_path, steps=1).parent)
+    run.opened["config"]["max_completion_length"] = 16384
+    for end in run.of("rollout_end"):
+        end["lengths"] = [min(64 * n, 16384) for n in end["lengths"]]
+    pictures = {made.name: made for made in draw([run])}
+    assert " of 1 rollout. " in pictures["timeline"].concludes
+    for made in pictures.values():
+        made.figure.draw_without_rendering()
+        for ax in made.figure.axes:
+            if ax.get_xlabel() == "step":
+                assert all(tick == int(tick) for tick in ax.get_xticks()), made.name
+    [ax] = pictures["lengths"].figure.axes
+    assert "cap 16,384" in ax.get_title("left") and not ax.get_title("right")
+    assert ax._left_title.get_window_extent().x1 < ax.figure.bbox.x1
 
 
 @pytest.mark.parametrize("keep", [1, 3, 84, 90])
