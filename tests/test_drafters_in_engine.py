@@ -1,5 +1,7 @@
 """Real drafters in the real engine: the same tokens as without them, and rows for training."""
 
+import functools
+
 import pytest
 import torch
 from models import random_prompts, tiny_model
@@ -66,14 +68,17 @@ def test_same_tokens_with_any_drafter(plain, arms):
             assert sum(house.engine.stats.accepted) > 8
 
 
+@functools.cache
+def at_temperature(arm, temperature):
+    params = SamplingParams(max_new_tokens=16, stop_ids=(2,), temperature=temperature)
+    return House([arm]).engine.generate(PROMPTS, params, KEYS)
+
+
 @pytest.mark.parametrize("source", ["ngram", "eagle"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_same_tokens_and_logprobs_at_every_depth_and_temperature(temperature, depth, source):
-    params = SamplingParams(max_new_tokens=16, stop_ids=(2,), temperature=temperature)
-    want, got = (
-        House([arm]).engine.generate(PROMPTS, params, KEYS) for arm in ("off", f"{source}-{depth}")
-    )
+    want, got = at_temperature("off", temperature), at_temperature(f"{source}-{depth}", temperature)
     assert got.completion_ids == want.completion_ids
     for a, b in zip(got.logprobs, want.logprobs, strict=True):
         torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=1e-5, rtol=0)
