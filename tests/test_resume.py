@@ -13,7 +13,6 @@ import pytest
 import torch
 from grpo import make_trainer
 from ranks import own_worker, two_ranks
-from tiny import save_tiny_model
 from transformers import TrainerCallback
 
 from minitlt import run, spec
@@ -102,11 +101,6 @@ def compare(model_dir, folder, **extra):
     used = {arm for _, arm, _ in json.loads(want["bandit"])["seconds"]}
     assert used == {"off", "ngram-3", "eagle-2"}
     return checkpoint
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ from fake_run import check_event
 from grpo import SHARED_PROMPTS, make_trainer, reward_short, train_on_a_rank
 from ranks import own_worker, two_ranks
 from safetensors.torch import load_file
-from tiny import save_tiny_model
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -23,11 +22,6 @@ from minitlt.rl import Speculation, full_parameters, sampling_params
 from minitlt.spot import SpotConfig
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def test_the_seam_is_where_we_expect_it():
