@@ -291,14 +291,14 @@ def test_killed_builder_and_two_at_once(tmp_path: Path) -> None:
         for mode in ("die", "live", "live")
     ]
     killed.start()
-    killed.join(60)
+    killed.join(120)
     assert killed.exitcode == -signal.SIGKILL
     (left,) = names_in(tmp_path / "cache")
     assert left.startswith(".tmp-")
     for process in pair:
         process.start()
     for process in pair:
-        process.join(60)
+        process.join(120)
     assert [process.exitcode for process in pair] == [0, 0]
     downloads, folders = zip(*(said.get() for _ in pair), strict=True)
     assert sorted(downloads) == [0, 1]

@@ -142,7 +142,7 @@ def test_publisher_killed_while_writing(tmp_path: Path) -> None:
     for wait in (0.0, 0.013, 0.029):
         process = PROCESSES.Process(target=_publish_for_ever, args=(str(tmp_path),))
         process.start()
-        path, deadline = tmp_path / "minitlt-swap-killed_run/r0.safetensors", time.monotonic() + 20
+        path, deadline = tmp_path / "minitlt-swap-killed_run/r0.safetensors", time.monotonic() + 120
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.001)
         mapped, numbers = swap.read_drafter(path, like)
