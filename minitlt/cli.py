@@ -356,9 +356,8 @@ def generate(
 ) -> None:
     """Generate with a model and a drafter.
 
-    With or without a drafter: the same tokens, at another speed. Finished rows go to --out as they
-    finish, with their index; a killed call is taken up by the same command. Speed and accept length
-    go to stderr.
+    With or without a drafter: the same tokens, at another speed. Rows go to --out as they finish,
+    with their index; the same command takes up a killed call. Speed, accept length: on stderr.
 
     Examples:
 

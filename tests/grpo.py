@@ -1,12 +1,8 @@
-"""A tiny GRPO run in this process, for tests of the trainer; also a rank of a two-rank run.
-
-torchrun-like environment: python tests/grpo.py MODEL_DIR OUT_DIR
-"""
+"""A tiny GRPO run in this process, for tests of the trainer; also a rank of a two-rank run."""
 
 import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -70,9 +66,7 @@ def empty_drafter(*args, start=rl.start_drafter):
     return drafter
 
 
-def main():
-    torch.set_num_threads(1)
-    model_dir, out_dir = map(Path, sys.argv[1:3])
+def train_on_a_rank(model_dir, out_dir):
     rank = int(os.environ["RANK"])
     log = EventLog(out_dir / "events.jsonl", rank)
     if rank:
@@ -92,7 +86,3 @@ def main():
     (out_dir / f"rank{rank}.json").write_text(json.dumps(drawn))
     trainer.speculation.spot.close()
     trainer.accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,5 @@
 """A drafter's trainer and a log that tests of idle time look into; ranks as processes or in one."""
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import PROCESSES
 
 from minitlt.spot import SpotConfig, SpotTrainer
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "minitlt.spot"])
 
 
 class FakeTrainer:
@@ -130,7 +127,7 @@ def play_ranks(play: Callable[..., Any], folder: Path, size: int = 2) -> dict[in
     for process in ranks:
         process.start()
     got: dict[int, dict[str, Any]] = {}
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 120  # the first has to wait for the server
     while len(got) < size and time.monotonic() < deadline:
         if not answers.empty():
             rank, answer = answers.get()

@@ -392,7 +392,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
     ],
 )
 def test_logs_with_odd_events_are_one_line(tmp_path, event):
-    write_fake_run(tmp_path)
+    write_fake_run(tmp_path, steps=2)
     log = tmp_path / "events.jsonl"
     log.write_text(f"{log.read_text()}{event}\n")
     for words in (["report", tmp_path], ["compare", tmp_path, tmp_path], ["simulate", tmp_path]):
@@ -403,7 +403,8 @@ def test_logs_with_odd_events_are_one_line(tmp_path, event):
             assert "is torn or foreign" in done.stderr
 
 
-def test_a_torn_policy_and_a_page_that_cannot_be_written_are_one_line(tmp_path):
+def test_a_torn_policy_and_a_page_that_cannot_be_written_are_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("minitlt.page.draw", lambda runs: [])
     write_fake_run(tmp_path)
     done = minitlt("report", tmp_path, "--out", tmp_path / "events.jsonl" / "page.html")
     assert done.exit_code == 2 and "events.jsonl'" in done.stderr, done

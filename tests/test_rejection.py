@@ -73,21 +73,24 @@ class TableDrafter(Drafter):
         return Draft(tokens_BT, chain_parents(depth).repeat(num, 1), law)
 
 
-def sources(seed=3):
-    """Everything that drafts, over the tiny target; the draft model is bad on purpose."""
+def sources(arm="off", seed=3):
+    """What drafts for this arm, or everything; the draft model of the tiny target is bad on
+    purpose."""
     model, target = small()
     config = DrafterConfig(draft_vocab_size=5)
     eagle = Eagle3Drafter(Eagle3Config.from_target(model.config, config), seed=seed)
     eagle.tie(target.embed_weight, target.head_weight)
     start_from_target(eagle, dict(model.named_parameters()))
     proposer, ngram = Eagle3Proposer(eagle, config), NgramDrafter(config)
-    return [TableDrafter(), proposer, ngram, MergedDrafter(proposer, ngram)]
+    alone = {"table": [TableDrafter()], "eagle": [proposer], "ngram": [ngram]}
+    merged = [proposer, ngram, MergedDrafter(proposer, ngram)]
+    return alone.get(arm.partition("-")[0]) or [*alone["table"], *merged]
 
 
 def engine_of(arm, drafters=None, max_rows=1000):
     bandit = Bandit([Arm.parse(arm)])
     return RolloutEngine(
-        small()[1], drafters or sources(), bandit, verify="rejection", max_rows=max_rows
+        small()[1], drafters or sources(arm), bandit, verify="rejection", max_rows=max_rows
     )
 
 
@@ -95,13 +98,17 @@ def rollout(arm, params, num, seed=0, drafters=None):
     return engine_of(arm, drafters).generate([PROMPT] * num, params, many_keys(num, seed))
 
 
+@functools.cache
 def target_law(params, length=LENGTH):
     return joint_law(processors_law(small()[0], PROMPT, params, V), V, length)
 
 
 ARMS = ["off", "table-1", "table-3", "eagle-2", "ngram-3", "ngram-2x2", "eagle-2x2", "merged-2x3b4"]
-LAWS = [(arm, OPTIONS[0]) for arm in ARMS] + [
-    (arm, options) for options in OPTIONS[1:] for arm in ("table-3", "eagle-2x2", "merged-2x3b4")
+TREES = ["eagle-2x2", "merged-2x3b4"]  # slow with one option alone: of the last set they have all
+LAWS = [(arm, OPTIONS[0]) for arm in ARMS] + [(arm, OPTIONS[-1]) for arm in TREES]
+LAWS += [("table-3", options) for options in OPTIONS[1:]]
+LAWS += [
+    pytest.param(arm, options, marks=pytest.mark.slow) for options in OPTIONS[1:-1] for arm in TREES
 ]
 
 

@@ -362,18 +362,17 @@ def test_the_drafters_loss_is_the_mean_over_its_windows(tmp_path):
 
 def test_what_the_benchmark_measured_is_on_the_page(tmp_path):
     write_fake_run(tmp_path)
-    out = tmp_path / "report.html"
-    assert "Measured on this run" not in render_report([tmp_path], out).read_text()
+    assert "Measured on this run" not in page_html([Run.read(tmp_path)], [])
     found = {"straggler_slowdown": 0.0218, "accept_length": {"adaptive": 3.43, "<b>": 1}}
     (tmp_path / "benchmark.json").write_text(json.dumps(found))
-    text = render_report([tmp_path], out).read_text()
+    text = page_html([Run.read(tmp_path)], [])
     for words in ("Measured on this run", "straggler_slowdown", "0.0218", "accept_length.adaptive"):
         assert words in text
     assert "accept_length.&lt;b&gt;" in text
     for bad in ("{", "[1]"):
         (tmp_path / "benchmark.json").write_text(bad)
         with pytest.raises(ValueError, match=r"benchmark\.json is not what"):
-            render_report([tmp_path], out)
+            page_html([Run.read(tmp_path)], [])
 
 
 def test_measured_keys_come_from_the_summary_event(fake):

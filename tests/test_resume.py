@@ -7,15 +7,12 @@ those repeat only there. One rank in this process; two ranks as processes (slow)
 
 import json
 import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from grpo import make_trainer
-from ranks import two_ranks
-from tiny import save_tiny_model
+from ranks import own_worker, two_ranks
 from transformers import TrainerCallback
 
 from minitlt import run, spec
@@ -106,11 +103,6 @@ def compare(model_dir, folder, **extra):
     return checkpoint
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(autouse=True)
 def _real_clock():
     time = spec.time
@@ -128,17 +120,13 @@ def test_resume_in_the_middle_of_a_generation(model_dir, tmp_path):
     assert "batch0.completion_ids" in read_tensors(checkpoint / "minitlt" / "rank0.safetensors")[0]
 
 
-def main():
-    torch.set_num_threads(1)
-    compare(Path(sys.argv[1]), Path(sys.argv[2]))
+def compare_on_a_rank(model_dir, folder):
+    compare(model_dir, folder)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
+@own_worker
 @pytest.mark.slow
 def test_a_resumed_run_of_two_ranks_equals_an_uninterrupted_one(model_dir, tmp_path):
-    two_ranks(__file__, model_dir, tmp_path)
-
-
-if __name__ == "__main__":
-    main()
+    two_ranks(compare_on_a_rank, model_dir, tmp_path)

@@ -4,17 +4,15 @@ import inspect
 import json
 import re
 from fnmatch import fnmatch
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
 from fake_run import check_event
-from grpo import SHARED_PROMPTS, make_trainer, reward_short
-from ranks import two_ranks
+from grpo import SHARED_PROMPTS, make_trainer, reward_short, train_on_a_rank
+from ranks import own_worker, two_ranks
 from safetensors.torch import load_file
-from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -27,11 +25,6 @@ from minitlt.spot import SpotConfig
 from minitlt.target import make_target
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def test_the_seam_is_where_we_expect_it():
@@ -305,11 +298,12 @@ def test_greedy_by_do_sample_is_temperature_zero(wish):
     assert sampling_params({"max_new_tokens": 4}).temperature == 1
 
 
+@own_worker
 def test_a_short_rank_harvests_its_idle_window(model_dir, tmp_path):
     """Two processes; rank 0's rows are many times longer. Rank 1 trains the drafter while rank 0
     decodes, all of it inside its window, and both end with the same drafter. Before that, the two
     draw what one rank alone draws for the same rows: keys are (seed, generation, global row)."""
-    two_ranks(Path(__file__).with_name("grpo.py"), model_dir, tmp_path)
+    two_ranks(train_on_a_rank, model_dir, tmp_path)
     events = read_events(tmp_path / "events.jsonl")
     ends = [e for e in events if e["event"] == "harvest_end" and e["rank"] == 1]
     assert len(ends) == 5  # one for the shared prompts, four for the steps

@@ -50,27 +50,33 @@ def text(tokens):
     return "".join(WORDS[t] for t in tokens)
 
 
+KEYS = [row_key(9, 0, i) for i in range(6)]
+
+
+@functools.cache
+def plain_rows(params):
+    engine = RolloutEngine(small(torch.float64)[1], decode=text)
+    return engine.generate([PROMPT] * 6, params, KEYS)
+
+
 @pytest.mark.parametrize("stop", ["ba", "<e", "d>", "bab", "é", "never said"])
 @pytest.mark.parametrize("script", sorted(SCRIPTS))
 @pytest.mark.parametrize("arm", ["scripted-4", "scripted-4x2"])
 def test_stop_strings_end_rows_alike_with_and_without_speculation(stop, script, arm):
     """The row ends with the token that completes the text, wherever token borders lie."""
-    _, target = small(torch.float64)
-    prompts, keys = [PROMPT] * 6, [row_key(9, 0, i) for i in range(6)]
-    free = RolloutEngine(target).generate(prompts, SamplingParams(max_new_tokens=24), keys)
     params = SamplingParams(max_new_tokens=24, stop_strings=(stop, "absent"))
-    plain = RolloutEngine(target, decode=text).generate(prompts, params, keys)
+    free, plain = plain_rows(SamplingParams(max_new_tokens=24)), plain_rows(params)
     for whole, tokens, reason in zip(
         free.completion_ids, plain.completion_ids, plain.finish_reasons, strict=True
     ):
         ends = [n for n in range(1, 25) if stop in text(whole[:n])]
         assert tokens == whole[: ends[0] if ends else 24]
         assert reason == ("stop" if ends else "length")
-    known = {k: (len(PROMPT), c) for k, c in zip(keys, free.completion_ids, strict=True)}
+    known = {k: (len(PROMPT), c) for k, c in zip(KEYS, free.completion_ids, strict=True)}
     drafter = ScriptedDrafter(known, SCRIPTS[script], vocab=V)
-    bandit = Bandit([Arm.parse(arm)])
+    bandit, target = Bandit([Arm.parse(arm)]), small(torch.float64)[1]
     engine = RolloutEngine(target, [drafter], bandit, decode=text, max_rows=4)
-    got = engine.generate(prompts, params, keys)
+    got = engine.generate([PROMPT] * 6, params, KEYS)
     assert got.completion_ids == plain.completion_ids
     assert got.finish_reasons == plain.finish_reasons
     assert [len(x) for x in got.logprobs] == [len(x) for x in got.completion_ids]

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import tiny_model
-from tiny import save_tiny_model, tiny_tokenizer
+from tiny import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -42,11 +42,6 @@ from minitlt.warmup import warm_up
 pytestmark = pytest.mark.filterwarnings("default")
 PROMPTS = [f"question {i}" for i in range(9)] + [[{"role": "user", "content": "hello"}]]
 PARAMS = SamplingParams(max_new_tokens=24, temperature=0.9, stop_ids=(2,))
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import own_worker
 from spot_fakes import FakeTrainer, ListLog, everything, play_ranks, ranks_of_one_process
 
 from minitlt import ranks
 from minitlt.spot import INLINE, OFF, UPDATING, Receipt, SpotConfig, SpotTrainer
+
+pytestmark = own_worker
 
 
 def straggler(rank: int, store: dist.Store, folder: str) -> dict[str, Any]:

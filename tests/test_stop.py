@@ -6,21 +6,22 @@ test_launch.py (no training) and test_faults.py (two ranks, slow).
 
 import os
 import signal
-import subprocess
-import sys
+import time
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 import yaml
+from ranks import PROCESSES, own_worker
 from safetensors.torch import load_file
 from tiny import save_tiny_model
 from torch import nn
 from typer.testing import CliRunner
 
-from minitlt import launch, run
+from minitlt import launch, run, stop
 from minitlt.cli import app
 from minitlt.config import ConfigError
 from minitlt.events import read_events
@@ -71,6 +72,7 @@ def train(values, tmp_path, monkeypatch):
 
     MADE.clear()
     monkeypatch.setattr(run, "_make_trainer", made)
+    monkeypatch.setattr("minitlt.page.draw", lambda runs: [])  # seconds per run
     monkeypatch.setattr(launch, "open_run_folder", lambda *args: os.close(claim(*args)))
     monkeypatch.setenv("WORLD_SIZE", "1")
     config = tmp_path / "config.yaml"
@@ -83,10 +85,7 @@ def train(values, tmp_path, monkeypatch):
         words = words if "--resume" in words else [*begin, *words]
         return CliRunner().invoke(app, ["train", *map(str, words)])
 
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    yield go
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return go
 
 
 def policy(folder):
@@ -228,21 +227,16 @@ def test_a_dry_run_runs_nothing_under_any_launcher(train, tmp_path, monkeypatch)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_signal_that_comes_twice_at_once_is_one_wish(tmp_path, monkeypatch):
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    stop = StopCallback(tmp_path)
-    stop.listen(lambda: None)
-    try:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            os.kill(os.getpid(), number)
-        with pytest.raises(KeyboardInterrupt):
-            stop.obey(torch.device("cpu"))
-        stop.asked -= 3.0
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+def test_a_signal_that_comes_twice_at_once_is_one_wish(tmp_path):
+    callback = StopCallback(tmp_path)
+    callback.listen(lambda: None)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    with pytest.raises(KeyboardInterrupt):
+        callback.obey(torch.device("cpu"))
+    callback.asked -= 3.0
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step():
@@ -265,29 +259,28 @@ def test_the_claim_on_the_folder_is_not_left_to_programs_that_a_rank_starts(trai
     os.close(reader), os.close(writer)
 
 
-ORPHAN = """import os, time
-from pathlib import Path
-from minitlt import stop
-stop.ORPHAN_SECONDS = 0.5
-stop.StopCallback(Path(".")).listen(lambda: time.sleep(600))  # a disk that hangs
-os.write(1, f"{os.getpid()}\\n".encode())
-while True: time.sleep(0.02)"""
+def leave_a_child(said):
+    """A rank, whose parent is then killed. Also under accelerate, whose process is the ranks'
+    parent (MINITLT_LAUNCHER 0)."""
+    os.environ["MINITLT_LAUNCHER"] = "0"
+    if os.fork():
+        time.sleep(600)
+    stop.ORPHAN_SECONDS = 0.5
+    StopCallback(Path(".")).listen(lambda: time.sleep(600))  # a disk that hangs
+    said.put(os.getpid())
+    time.sleep(600)
 
 
-def test_a_rank_whose_parent_is_gone_leaves_at_any_cost(tmp_path):
-    """Also under accelerate, whose process is the ranks' parent (MINITLT_LAUNCHER 0)."""
-    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ORPHAN!r}])"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", start],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "MINITLT_LAUNCHER": "0"},
-    )
+@own_worker
+def test_a_rank_whose_parent_is_gone_leaves_at_any_cost():
+    said = PROCESSES.SimpleQueue()
+    parent = PROCESSES.Process(target=leave_a_child, args=(said,))
+    parent.start()
     try:
-        orphan = psutil.Process(int(parent.stdout.readline()))
+        orphan = psutil.Process(said.get())
     finally:
         parent.kill()
-        parent.wait()
-        parent.stdout.close()
+        parent.join()
     _, alive = psutil.wait_procs([orphan], timeout=30)
     for process in alive:
         process.kill()

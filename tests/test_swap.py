@@ -3,7 +3,6 @@
 No second rank as a process is needed. Run: pytest tests/test_swap.py
 """
 
-import multiprocessing
 import os
 import resource
 import subprocess
@@ -18,6 +17,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from drafter_reference import make_drafter
+from ranks import PROCESSES, own_worker
 from spot_fakes import FakeTrainer, everything, ranks_of_one_process
 from test_distill import make_buffer
 
@@ -27,8 +27,6 @@ from minitlt.eagle3 import load_drafter
 from minitlt.spot import SpotConfig, SpotTrainer
 from minitlt.tensorfile import read_tensors, write_tensors
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "minitlt.spot"])
 NUMBERS = dict.fromkeys(swap.NUMBERS, "3")
 
 
@@ -138,12 +136,13 @@ def _publish_for_ever(folder: str) -> None:
         files.write(tensors, NUMBERS | {"version": str(count)})
 
 
+@own_worker
 def test_publisher_killed_while_writing(tmp_path: Path) -> None:
     like = {"weight": torch.zeros(500_000)}
     for wait in (0.0, 0.013, 0.029):
         process = PROCESSES.Process(target=_publish_for_ever, args=(str(tmp_path),))
         process.start()
-        path, deadline = tmp_path / "minitlt-swap-killed_run/r0.safetensors", time.monotonic() + 20
+        path, deadline = tmp_path / "minitlt-swap-killed_run/r0.safetensors", time.monotonic() + 120
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.001)
         mapped, numbers = swap.read_drafter(path, like)

@@ -3,19 +3,17 @@
 Logits of both are compared after each step: plain, tied and LoRA models, a resumed run, a best
 model loaded again, two ranks under DDP and under FSDP2 (gloo, on CPUs), ZeRO-3 with a fake
 deepspeed.
-This file is also the script of a rank: python tests/test_weights.py ddp|fsdp2 MODEL_DIR OUT_DIR
 """
 
 import sys
 import types
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from grpo import make_trainer
 from models import tiny_model
-from ranks import two_ranks
+from ranks import own_worker, two_ranks
 from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -204,16 +202,12 @@ def test_a_delta_that_does_not_fit_ends_the_run():
         list(full_parameters(model))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_ranks_hold_the_trainers_weights(folders, tmp_path, kind):
-    two_ranks(__file__, kind, folders / "llama", tmp_path)
-
-
 def run_ddp(model_dir, out_dir):
     """TRL's own trainer under DDP."""
     trainer, seen = watched(model_dir, out_dir, rows=4)
     assert trainer.accelerator.num_processes == 2 and len(seen) == 4
     assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
+    torch.distributed.destroy_process_group()
 
 
 def run_fsdp2(model_dir, out_dir):
@@ -248,9 +242,10 @@ def run_fsdp2(model_dir, out_dir):
         both = [torch.empty_like(last) for _ in range(2)]
         torch.distributed.all_gather(both, last)
         assert torch.equal(*both)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    {"ddp": run_ddp, "fsdp2": run_fsdp2}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
     torch.distributed.destroy_process_group()
+
+
+@own_worker
+@pytest.mark.parametrize("run", [run_ddp, run_fsdp2])
+def test_two_ranks_hold_the_trainers_weights(folders, tmp_path, run):
+    two_ranks(run, folders / "llama", tmp_path)

@@ -32,7 +32,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tiny_model(folder: Path, kind: str = "llama", **sizes: object) -> Path:
-    model = tiny_model(kind, **{"vocab_size": 100, **sizes})
+    model = tiny_model(kind, **{"vocab_size": 100, "num_hidden_layers": 4, **sizes})
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
