@@ -92,7 +92,7 @@ class Row:
 
 @dataclass
 class SpecStats:
-    """What a rollout cost. Accept length is the tokens that steps emitted over row-steps, a ratio of
+    """What a rollout cost. Accept length is tokens that steps emitted over row-steps, a ratio of
     sums; `first_tokens` came with their prompts, without a step."""
 
     seconds: float = 0.0
