@@ -525,7 +525,7 @@ def same_tokens(old: Any, new: Any, swaps: list[tuple[int, int, int]]) -> dict[s
     if not swaps:
         return {"swap_accept_before": 0.0, "swap_accept_after": 0.0}
     _, tokens, row_steps = swaps[0]
-    before, after = ((s.tokens - tokens) / (s.row_steps - row_steps) for s in (old, new))
+    before, after = ((s.step_tokens - tokens) / (s.row_steps - row_steps) for s in (old, new))
     return {"swap_accept_before": before, "swap_accept_after": after}
 
 

@@ -250,7 +250,7 @@ class Bench:
             mismatches += sum(r["mismatches"] for r in runs)
             row_steps = sum(r["row_steps"] for r in runs)
             details[str(num)] = {
-                "accept_length": sum(r["tokens"] for r in runs) / row_steps,
+                "accept_length": sum(r["step_tokens"] for r in runs) / row_steps,
                 "arms": runs[-1]["arms"],
                 "tokens": sum(r["tokens"] for r in runs),
                 "ratios": [round(r["ratio"], 3) for r in runs],
@@ -272,7 +272,7 @@ class Bench:
         """Rollouts of this size until there are enough tokens, the systems by turns."""
         sums: dict[str, list[float]] = {}  # of each system: tokens, seconds
         arms: Counter[str] = Counter()
-        mismatches = row_steps = 0
+        mismatches = row_steps = step_tokens = 0
         for turn in itertools.count():
             at = repeat + turn * self.options.repeats
             prompts = [self.prompts[(at * num + i) % 64] for i in range(num)]
@@ -282,6 +282,7 @@ class Bench:
                 sums[name] = [was[0] + tokens, was[1] + seconds]
             arms.update({name: int(arm["steps"]) for name, arm in spec.stats.arms.items()})
             row_steps += spec.stats.row_steps
+            step_tokens += spec.stats.step_tokens
             mismatches += different
             if sums["spec"][0] >= self.options.least:
                 break
@@ -291,6 +292,7 @@ class Bench:
             "ratio": rates["spec"] / rates["plain_replayed" if self.replays else "plain"],
             "mismatches": mismatches,
             "row_steps": row_steps,
+            "step_tokens": step_tokens,
             "arms": dict(arms),
             "tokens": int(sums["spec"][0]),
         }

@@ -53,6 +53,17 @@ class Taps:
     features_BNF: Tensor
     hidden_BNH: Tensor
 
+    def part(self, row: int, start: int, stop: int) -> Taps:
+        """Some positions of one row, [1, stop - start]."""
+        at = slice(row, row + 1), slice(start, stop)
+        return Taps(self.features_BNF[at], self.hidden_BNH[at])
+
+    def at(self, nodes_BD: Tensor) -> Taps:
+        """Of some nodes of every row, e.g. those that decided each emitted token; -1 pads."""
+        row_B1 = torch.arange(len(nodes_BD), device=nodes_BD.device)[:, None]
+        at_BD = nodes_BD.clamp(min=0)
+        return Taps(self.features_BNF[row_B1, at_BD], self.hidden_BNH[row_B1, at_BD])
+
 
 @dataclass
 class RowState:

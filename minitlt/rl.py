@@ -88,7 +88,7 @@ class Speculation:
     def between_steps(self, engine: RolloutEngine) -> None:
         """Runs after every verify step: a straggler takes over fresher drafters."""
         if taken := self.spot.poll():
-            self.swaps.append((taken.version, engine.stats.tokens, engine.stats.row_steps))
+            self.swaps.append((taken.version, engine.stats.step_tokens, engine.stats.row_steps))
             self.proposer.reload()
             engine.bandit.renew(self.proposer.name)
 
@@ -96,7 +96,7 @@ class Speculation:
         """What each hot swap of this rollout changed: accept lengths since the swap before it (or
         the start), and up to the next one (or the end). Forgets them."""
         stats = self.engine.stats
-        points = [(0, 0, 0), *self.swaps, (0, stats.tokens, stats.row_steps)]
+        points = [(0, 0, 0), *self.swaps, (0, stats.step_tokens, stats.row_steps)]
         results = []
         for before, swap, after in zip(points, points[1:], points[2:], strict=False):
             old, new = ([b[i] - a[i] for i in (1, 2)] for a, b in ((before, swap), (swap, after)))
@@ -352,16 +352,17 @@ class MiniTLTTrainer(GRPOTrainer):
     ) -> None:
         """TRL's own metrics get ours beside them, as sums over ranks (one gather)."""
         stats = rollout.stats
-        mine = [float(stats.tokens), stats.row_steps, stats.verify_steps, stats.seconds]
+        mine = [float(stats.tokens), stats.step_tokens, stats.row_steps, stats.verify_steps]
+        mine.append(stats.seconds)
         if receipt:
             trained = receipt.drafter_steps
             loss = receipt.loss_last * trained if trained else 0.0
             mine += [receipt.available_s, receipt.harvested_s, trained, loss, swaps]
         every = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device))
-        tokens, row_steps, steps, _, *idle = every.sum(0).tolist()
-        slowest = every[:, 3].max().item()
+        tokens, step_tokens, row_steps, steps, _, *idle = every.sum(0).tolist()
+        slowest = every[:, 4].max().item()
         metrics = {
-            "spec/accept_length": tokens / max(row_steps, 1),
+            "spec/accept_length": step_tokens / max(row_steps, 1),
             "spec/verify_steps": steps,
             "rollout/seconds": slowest,
             "rollout/tokens_per_second": tokens / max(slowest, 1e-9),

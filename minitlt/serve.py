@@ -36,7 +36,7 @@ from minitlt.export import check_export, export_drafter, import_drafter
 from minitlt.kernels import row_key
 from minitlt.models import resolve_drafter, resolve_model
 from minitlt.ngram import MergedDrafter, NgramDrafter
-from minitlt.spec import Arm, Bandit, RolloutEngine, Row, SamplingParams
+from minitlt.spec import Arm, Bandit, RolloutEngine, Row, SamplingParams, SpecStats
 from minitlt.target import make_target
 from minitlt.tasks import encode_prompt, is_prompt
 from minitlt.tensorfile import fingerprint
@@ -229,25 +229,28 @@ class Meter:
 
     def __init__(self, total: int) -> None:
         self.total, self.done, self.live = total, 0, sys.stderr.isatty()
-        self.tokens = self.row_steps = 0  # of the engine's calls that are over
+        self.over = SpecStats()  # sums over the engine's calls that are over
         self.started = self.told = time.perf_counter()
 
     def step(self, engine: RolloutEngine) -> None:
         """Runs after every verify step."""
         if time.perf_counter() - self.told >= (0.5 if self.live else 10.0):
             self.told = time.perf_counter()
-            now, stats = f", {len(engine.active)} active", engine.stats
-            self.say(now, stats.tokens, stats.row_steps, "" if self.live else "\n")
+            self.say(f", {len(engine.active)} active", engine.stats, "" if self.live else "\n")
 
-    def add(self, stats: Any) -> None:
-        self.tokens, self.row_steps = self.tokens + stats.tokens, self.row_steps + stats.row_steps
+    def add(self, stats: SpecStats) -> None:
+        self.over = self._with(stats)
 
-    def say(self, now: str = "", tokens: int = 0, row_steps: int = 0, end: str = "\n") -> None:
+    def _with(self, stats: SpecStats) -> SpecStats:
+        names = ("tokens", "first_tokens", "row_steps")
+        return SpecStats(**{n: getattr(self.over, n) + getattr(stats, n) for n in names})
+
+    def say(self, now: str = "", stats: SpecStats | None = None, end: str = "\n") -> None:
+        all_ = self._with(stats) if stats else self.over
         seconds = time.perf_counter() - self.started
-        tokens, row_steps = self.tokens + tokens, self.row_steps + row_steps
-        text = f"{self.done} of {self.total} rows{now}, {counted(tokens, 'token')} in "
-        text += f"{seconds:.1f} s: {tokens / seconds:.1f} tokens/s, "
-        text += f"accept length {tokens / max(row_steps, 1):.2f}"
+        text = f"{self.done} of {self.total} rows{now}, {counted(all_.tokens, 'token')} in "
+        text += f"{seconds:.1f} s: {all_.tokens / seconds:.1f} tokens/s, "
+        text += f"accept length {all_.accept_length:.2f}"
         print(f"\r{text:<78}" if self.live else text, end=end, file=sys.stderr, flush=True)
 
 

@@ -17,9 +17,13 @@ heads per key/value head, D head dim.
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -266,3 +270,34 @@ def attention_keeps_bits(shape: TargetShape, dtype: torch.dtype) -> bool:
         if not all(torch.equal(first_row(*case), alone) for case in cases):
             return False
     return True
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory that may still be taken on this device: on a CPU, this rank's part of it."""
+    if device.type == "cuda":
+        pool = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + pool
+    free = min(psutil.virtual_memory().available, _cgroup_room())
+    return free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _cgroup_room(
+    root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")
+) -> float:
+    """What the memory limits of cgroup v2 (of a container, of a batch job) leave; inf without."""
+    try:
+        own = process.read_text().partition("0::/")[2].splitlines()[:1]
+    except OSError:  # not Linux
+        return math.inf
+    group, room = root.joinpath(*own), math.inf
+    for folder in (group, *group.parents):
+        try:
+            limit, used, stat = (
+                (folder / f"memory.{name}").read_text() for name in ("max", "current", "stat")
+            )
+        except OSError:
+            continue
+        if limit.strip() != "max":
+            cached = int(stat.partition("inactive_file ")[2].split()[0])  # given back when asked
+            room = min(room, int(limit) - int(used) + cached)
+    return room

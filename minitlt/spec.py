@@ -23,8 +23,9 @@ the target's sample, so two configurations are timed on identical rollouts, what
 
 Rows live in slots 0..B-1. When one finishes, the last active row takes its place (one copy of its
 cache), so every step works on plain views; a free slot is refilled from the queue. A row's last
-token, its root, is always fed with the next step, so a prompt needs no logits when it is
-prefilled. Siblings of a GRPO group share one prefill, and what all prompts of a rollout begin with
+token, its root, is fed with the next step, and so is that of a prompt which takes a freed slot. The
+first rows of a rollout have no step to join: their first tokens come from the prompts' own forward
+(`_first`). Siblings of a GRPO group share one prefill, and what all prompts of a rollout begin with
 (a system prompt, an example) is computed once. What a step emitted comes to the host in one
 transfer.
 
@@ -37,17 +38,13 @@ F tapped width, H hidden.
 
 from __future__ import annotations
 
-import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -61,6 +58,7 @@ from minitlt.kernels import (
     stream_keys,
 )
 from minitlt.sampling import SamplingParams, process_logits, rescore
+from minitlt.slots import free_bytes
 from minitlt.target import Target
 
 __all__ = ["OFF", "Arm", "Bandit", "Rollout", "RolloutEngine", "Row", "SamplingParams", "SpecStats"]
@@ -94,12 +92,14 @@ class Row:
 
 @dataclass
 class SpecStats:
-    """What a rollout cost. Accept length is emitted tokens over row-steps, a ratio of sums."""
+    """What a rollout cost. Accept length is tokens that steps emitted over row-steps, a ratio of
+    sums; `first_tokens` came with their prompts, without a step."""
 
     seconds: float = 0.0
     verify_steps: int = 0
     row_steps: int = 0
     tokens: int = 0
+    first_tokens: int = 0
     nan_logits: int = 0
     drafted: list[int] = field(default_factory=list)  # row-steps with a draft this deep
     accepted: list[int] = field(default_factory=list)  # row-steps that accepted this deep
@@ -110,7 +110,11 @@ class SpecStats:
 
     @property
     def accept_length(self) -> float:
-        return self.tokens / self.row_steps if self.row_steps else 0.0
+        return self.step_tokens / self.row_steps if self.row_steps else 0.0
+
+    @property
+    def step_tokens(self) -> int:
+        return self.tokens - self.first_tokens
 
     @property
     def tokens_per_second(self) -> float:
@@ -120,6 +124,10 @@ class SpecStats:
     def accept_by_position(self) -> list[float]:
         pairs = zip(self.accepted, self.drafted, strict=True)
         return [got / asked if asked else 0.0 for got, asked in pairs]
+
+    def trace(self, seconds: float, num_rows: int) -> None:
+        if not self.active_trace or self.active_trace[-1][1] != num_rows:
+            self.active_trace.append((seconds, num_rows))
 
     def count(self, source: str, drafted_B: list[int], emitted_B: list[int]) -> None:
         """Adds one verify step: how deep each row's draft was and how many tokens it emitted."""
@@ -229,9 +237,10 @@ class RolloutEngine:
             self._reserve(rows)
         while self.waiting or self.active:
             self._admit()
-            self.step()
-            if self.on_step:
-                self.on_step(self)
+            if self.active:  # otherwise all ended with their first tokens
+                self.step()
+                if self.on_step:
+                    self.on_step(self)
         self.stats.seconds = time.perf_counter() - self.started
         return Rollout(
             [row.tokens for row in rows],
@@ -264,9 +273,7 @@ class RolloutEngine:
             arm = table.setdefault(self.arm.name, {"steps": 0, "tokens": 0, "seconds": 0.0})
             for name, amount in (("steps", 1), ("tokens", num_tokens), ("seconds", seconds)):
                 arm[name] += amount
-        trace = self.stats.active_trace
-        if not trace or trace[-1][1] != num_rows:
-            trace.append((start - self.started, num_rows))
+        self.stats.trace(start - self.started, num_rows)
 
     def _draft(self, arm: Arm) -> Draft:
         """Asks the arm's drafter, no deeper than any row may still go."""
@@ -328,18 +335,23 @@ class RolloutEngine:
         padded = torch.tensor([tokens + [0] * (num_nodes - len(tokens)) for tokens in rest])
         return padded.to(depth_BT.device).gather(1, depth_BT)[..., None]
 
-    def _commit(self, draft: Draft, verified: Verified, taps: Taps) -> int:
+    def _commit(self, draft: Draft, verified: Verified, taps: Taps, *, step: bool = True) -> int:
         """Appends what was emitted, tells cache and drafters, retires finished rows.
 
-        Returns the number of tokens emitted.
+        Returns the number of tokens emitted. step: whether it took one.
         """
-        emitted = self._fetch(draft, verified)
+        emitted, drafted = self._fetch(draft, verified)
         nums = [len(tokens) for tokens in emitted]
+        if step:
+            self.stats.count(self.arm.source, drafted, nums)
+        else:
+            self.stats.tokens += sum(nums)
+            self.stats.first_tokens += sum(nums)
         nodes_BD = verified.nodes_BD[:, : max(nums)]
         if self.arm.width > 1:
             self.target.compact(self.rows.positions_B - 1, nodes_BD)
         if any(d.needs_taps for d in self.drafters):
-            taps = _gather(taps, nodes_BD)
+            taps = taps.at(nodes_BD)
         for drafter in self.drafters:
             drafter.observe(emitted, taps)
         news = torch.tensor([nums, [tokens[-1] for tokens in emitted]]).to(self.target.device)
@@ -349,8 +361,8 @@ class RolloutEngine:
         self._retire()
         return sum(nums)
 
-    def _fetch(self, draft: Draft, verified: Verified) -> list[list[int]]:
-        """What the rows emitted, in one transfer to the host: into `active` and the statistics."""
+    def _fetch(self, draft: Draft, verified: Verified) -> tuple[list[list[int]], list[int]]:
+        """What the rows emitted and how deep their drafts were, in one transfer to the host."""
         last_B1 = verified.num_emit_B[:, None] - 1
         drafted_BT = draft.parents_BT == verified.nodes_BD.gather(1, last_B1)
         right_BT = drafted_BT & (draft.tokens_BT == verified.tokens_BD.gather(1, last_B1))
@@ -379,9 +391,7 @@ class RolloutEngine:
             row.accepted += ([1] * (int(num) - 1) + [int(mark)])[: len(tokens)]
             self.stats.nan_logits += int(num_nan)
             emitted.append(tokens)
-        drafted = [int(depth) for _, _, depth, *_ in table]
-        self.stats.count(self.arm.source, drafted, [len(tokens) for tokens in emitted])
-        return emitted
+        return emitted, [int(depth) for _, _, depth, *_ in table]
 
     def _retire(self) -> None:
         """Finished rows leave; the last active row takes the freed slot."""
@@ -417,6 +427,8 @@ class RolloutEngine:
         first, num = len(self.active), min(len(self.waiting), self._num_slots - len(self.active))
         if not self.target.keeps_free_slots:
             self._held[first:] = [[]] * (self._num_slots - first)
+        alone = not any(self._held) and self.target.head_gives_logits
+        ends: dict[int, Taps] = {}  # by slot: the taps of a prompt's last position, if `alone`
         firsts: list[Row] = []
         siblings: list[Row] = []
         seen = {tuple(row.prompt) for row in self.active}
@@ -427,13 +439,18 @@ class RolloutEngine:
         starts = [self._begin(slot, row) for slot, row in enumerate(firsts, first)]
         for start, rows in groupby(range(len(firsts)), key=starts.__getitem__):
             at = list(rows)
-            self._prefill(first + at[0], [firsts[i].prompt[start:-1] for i in at], start)
+            parts = [firsts[i].prompt[start : None if alone else -1] for i in at]
+            self._prefill(first + at[0], parts, start, ends if alone else None)
         self.active += firsts
         for row in siblings:
             source = next(i for i, r in enumerate(self.active) if r.prompt == row.prompt)
+            slot = len(self.active)
             for drafter in self.drafters:
-                drafter.begin(len(self.active), row.prompt, 0)
-            self._share(source, len(self.active), len(row.prompt) - 1)
+                drafter.begin(slot, row.prompt, 0)
+            self._share(source, slot, len(row.prompt) - 1)
+            if alone:
+                self.target.copy_slot(source, slot, len(row.prompt))
+                ends[slot] = ends[source]
             self.active.append(row)
         for slot, row in enumerate(self.active[first:], first):
             self._held[slot] = row.prompt
@@ -441,6 +458,18 @@ class RolloutEngine:
             self._state[0][:, slot] = torch.tensor(values)
             self._state[1][slot] = row.temperature
         self._view()
+        if alone:
+            self._first([ends[slot] for slot in range(len(self.active))])
+
+    def _first(self, ends: list[Taps]) -> None:
+        """First tokens from the prompts' own forward: what their last positions saw is here."""
+        self.arm, root_B1 = Arm(), self.rows.roots_B[:, None]
+        self.stats.trace(time.perf_counter() - self.started, len(ends))
+        hidden = torch.cat([taps.hidden_BNH for taps in ends])
+        taps = Taps(torch.cat([taps.features_BNF for taps in ends]), hidden)
+        draft = Draft(root_B1, torch.full_like(root_B1, -1))
+        verified = self._verify(self.target.logits(hidden), draft)
+        self._commit(draft, verified, taps, step=False)
 
     def _begin(self, slot: int, row: Row) -> int:
         """A row enters; returns how much of its prompt need not be fed any more."""
@@ -462,8 +491,14 @@ class RolloutEngine:
         for drafter in self.drafters:
             drafter.share(src, dst, length)
 
-    def _prefill(self, slot: int, parts: list[list[int]], start: int) -> None:
-        """Feeds a part of each prompt, from position `start` on, to this and the next slots."""
+    def _prefill(
+        self, slot: int, parts: list[list[int]], start: int, ends: dict[int, Taps] | None = None
+    ) -> None:
+        """Feeds a part of each prompt, from position `start` on, to this and the next slots.
+
+        ends: the parts go to the prompts' ends, whose taps go in here: to the drafters they belong
+            with the tokens that they decide.
+        """
         width = min(max(map(len, parts)), self.prefill_chunk) or 1
         height, device = max(1, self.prefill_chunk // width), self.target.device
         for top in range(0, len(parts), height):
@@ -478,9 +513,12 @@ class RolloutEngine:
                     logits=False,
                 )
                 for i, n in enumerate(map(len, pieces)):
-                    own = Taps(taps.features_BNF[i : i + 1, :n], taps.hidden_BNH[i : i + 1, :n])
+                    at = slot + top + i
+                    if ends is not None and 0 < n == len(block[i]) - left:
+                        n -= 1
+                        ends[at] = taps.part(i, n, n + 1)
                     for drafter in self.drafters:
-                        drafter.prefill(slot + top + i, start + left, own)
+                        drafter.prefill(at, start + left, taps.part(i, 0, n))
                 if self.on_prefill:
                     self.on_prefill()
 
@@ -557,41 +595,3 @@ class RolloutEngine:
         ids_4B, temperatures_B = (state[..., : len(self.active)] for state in self._state)
         roots_B, keys_B, positions_B, self._limits_B = ids_4B
         self.rows = RowState(roots_B, keys_B, positions_B, temperatures_B, self._stop_ids)
-
-
-def _gather(taps: Taps, nodes_BD: Tensor) -> Taps:
-    """The taps of the nodes that decided each emitted token."""
-    row_B1 = torch.arange(len(nodes_BD), device=nodes_BD.device)[:, None]
-    at_BD = nodes_BD.clamp(min=0)
-    return Taps(taps.features_BNF[row_B1, at_BD], taps.hidden_BNH[row_B1, at_BD])
-
-
-def free_bytes(device: torch.device) -> float:
-    """Memory that may still be taken on this device: on a CPU, this rank's part of it."""
-    if device.type == "cuda":
-        pool = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + pool
-    free = min(psutil.virtual_memory().available, _cgroup_room())
-    return free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def _cgroup_room(
-    root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")
-) -> float:
-    """What the memory limits of cgroup v2 (of a container, of a batch job) leave; inf without."""
-    try:
-        own = process.read_text().partition("0::/")[2].splitlines()[:1]
-    except OSError:  # not Linux
-        return math.inf
-    group, room = root.joinpath(*own), math.inf
-    for folder in (group, *group.parents):
-        try:
-            limit, used, stat = (
-                (folder / f"memory.{name}").read_text() for name in ("max", "current", "stat")
-            )
-        except OSError:
-            continue
-        if limit.strip() != "max":
-            cached = int(stat.partition("inactive_file ")[2].split()[0])  # given back when asked
-            room = min(room, int(limit) - int(used) + cached)
-    return room

@@ -56,6 +56,7 @@ class Target:
     """What the engine needs of a target; `_forward`, `refresh` and the two weights differ."""
 
     backend: str
+    head_gives_logits = True  # of a tapped hidden state; False if its logits are more than that
     embed_weight: Tensor
     head_weight: Tensor
 
@@ -89,6 +90,10 @@ class Target:
         A captured forward's taps hold until the next one.
         Raises ValueError when a row would leave the reserved cache.
         """
+        raise NotImplementedError
+
+    def logits(self, hidden_BTH: Tensor) -> Tensor:
+        """The logits [B, T, V] of tapped hidden states, as `forward` gives them."""
         raise NotImplementedError
 
     def refresh(self, named: Named) -> None:
@@ -229,8 +234,7 @@ class LlamaTarget(Target):
         if self._graphs is not None and logits and first_slot == 0 and num_nodes <= MAX_NODES:
             features, hidden = self._graphs(tokens_BT, lengths_B, parents_BT)
             # Outside of the graph: every graph keeps its results, and logits are the largest.
-            logits_BTV = self.head(hidden.flatten(0, 1)).view(*tokens_BT.shape, -1)
-            return logits_BTV, Taps(features, hidden)
+            return self.logits(hidden), Taps(features, hidden)
         # Elsewhere a kernel reads ancestor bits; a prefill chunk is too long for those.
         masked = self.masks_short or num_nodes > MAX_NODES
         step = plan_step(tokens_BT, lengths_B, parents_BT, first_slot, self.cache, masked=masked)
@@ -259,7 +263,11 @@ class LlamaTarget(Target):
         last_NH = F.rms_norm(h_NH, self._width, self._dense["norm"], self.eps)
         features = torch.cat([taps[i] for i in shape.tap_layers], dim=-1)
         result = Taps(features.view(*size, -1), last_NH.view(*size, -1))
-        return (self.head(last_NH).view(*size, -1) if logits else None), result
+        return (self.logits(result.hidden_BNH) if logits else None), result
+
+    @torch.no_grad()
+    def logits(self, hidden_BTH: Tensor) -> Tensor:
+        return self.head(hidden_BTH.flatten(0, 1)).unflatten(0, hidden_BTH.shape[:2])
 
     def _attention(
         self, index: int, h_NH: Tensor, turn_N1C: Tensor, step: Step, size: tuple[int, int]
@@ -429,7 +437,7 @@ class ModuleTarget(Target):
         self._scale = (up or 1.0) / (down or 1.0)
         self._hook()
         self.refresh(full_state(model) if weights is None else weights)
-        self._head_gives_logits = self._check_head()
+        self.head_gives_logits = self._check_head()
 
     @torch.no_grad()
     def _check_head(self) -> bool:
@@ -483,6 +491,10 @@ class ModuleTarget(Target):
         return (out.logits if logits else None), taps
 
     @torch.no_grad()
+    def logits(self, hidden_BTH: Tensor) -> Tensor:
+        return self.module.get_output_embeddings()(hidden_BTH)
+
+    @torch.no_grad()
     def refresh(self, named: Named) -> None:
         own = dict(self.module.named_parameters())
         missing = set(own)
@@ -500,7 +512,7 @@ class ModuleTarget(Target):
 
     @property
     def head_weight(self) -> Tensor:  # type: ignore[override]
-        if not self._head_gives_logits:
+        if not self.head_gives_logits:
             raise ValueError(
                 f"{self.module.config.model_type}: its logits are more than lm_head of the last "
                 "hidden state (soft-capped?), so no draft model can learn from it"

@@ -189,7 +189,7 @@ def test_streams_are_disjoint(monkeypatch):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_drafter_equal_to_the_target_is_always_accepted(verify, temperature):
     """Case B16: only the ends of rows cut a block short."""
-    params = SamplingParams(max_new_tokens=12, temperature=temperature)
+    params = SamplingParams(max_new_tokens=13, temperature=temperature)  # one without a draft
     engine = RolloutEngine(
         small()[1], [TableDrafter(small()[0])], Bandit([Arm.parse("table-2")]), verify=verify
     )

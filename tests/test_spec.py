@@ -17,14 +17,13 @@ from drafters import SCRIPTS, ScriptedDrafter, oracle
 from minitlt.draft import Draft
 from minitlt.kernels import row_key
 from minitlt.models import DEFAULT_MODEL, resolve_model
+from minitlt.slots import _cgroup_room, free_bytes
 from minitlt.spec import (
     Arm,
     Bandit,
     RolloutEngine,
     SamplingParams,
     SpecStats,
-    _cgroup_room,
-    free_bytes,
 )
 from minitlt.target import make_target
 
@@ -206,7 +205,8 @@ def test_what_was_computed_once_is_not_computed_again(monkeypatch, max_rows):
     got = run(PARAMS, prompts, max_rows=max_rows)
     assert got.completion_ids == want
     assert fed[0] == 40 and len(fed) == 2 + 2 * (max_rows > 0)
-    assert sum(fed[1:]) == (5 + 8 + 2 if max_rows else 3 * 8)  # as a block, up to the longest rest
+    # In one block up to the longest rest, last tokens too; or each without it: a step's root.
+    assert sum(fed[1:]) == {0: 3 * 9, 1: 6 + 8 + 2, 3: 6 + 8 + 2}[max_rows]
 
 
 @pytest.mark.parametrize(
@@ -380,22 +380,22 @@ class Forked(ScriptedDrafter):
     ],
 )
 def test_every_token_says_whether_it_was_drafted_corrected_or_neither(draft, arm, marks):
-    params, prompts = SamplingParams(max_new_tokens=7), random_prompts([4])
+    params, prompts = SamplingParams(max_new_tokens=8), random_prompts([4])
     plain = run(params, prompts)
     drafter = (ScriptedDrafter if draft else Forked)(known(prompts, plain), draft or oracle)
     got = run(params, prompts, arm, [drafter])
     assert_same(got, plain)
-    assert got.accepted == [marks]
+    assert got.accepted == [[0, *marks]]  # the first token comes with the prompt
 
 
 def test_a_drafted_token_that_ends_the_row_is_an_accepted_one():
     params, prompts = SamplingParams(max_new_tokens=7), random_prompts([4])
     tokens = run(params, prompts).completion_ids[0]
-    params = SamplingParams(max_new_tokens=7, stop_ids=(tokens[1],))
+    params = SamplingParams(max_new_tokens=7, stop_ids=(tokens[2],))
     plain = run(params, prompts)
     drafter = ScriptedDrafter(known(prompts, plain), oracle)
     got = run(params, prompts, "scripted-3", [drafter])
-    assert got.completion_ids == [tokens[:2]] and got.accepted == [[1, 1]]
+    assert got.completion_ids == [tokens[:3]] and got.accepted == [[0, 1, 1]]
 
 
 def test_caches_equal_a_fresh_prefill_after_random_rounds():
@@ -425,7 +425,7 @@ def test_caches_equal_a_fresh_prefill_after_random_rounds():
 
 
 def test_every_chunk_of_a_prompt_is_told_of():
-    """9 tokens before the last are three chunks of 4, of two siblings once; 4 are one more."""
+    """10 tokens are three chunks of 4, of two siblings once; 5 are two more."""
     prompts, told = random_prompts([10, 5]), []
     prompts = [prompts[0], prompts[0], prompts[1]]
     params = SamplingParams(max_new_tokens=4)
@@ -433,7 +433,7 @@ def test_every_chunk_of_a_prompt_is_told_of():
     want = engine.generate(prompts, params, keys(3))
     engine.on_prefill = lambda: told.append(len(engine.active))
     assert_same(engine.generate(prompts, params, keys(3)), want)
-    assert told == [0, 0, 0, 0]
+    assert told == [0] * 5
 
 
 def test_arms_have_one_spelling():
@@ -589,12 +589,12 @@ def test_the_default_budget_is_60_percent_of_what_is_free_and_ours_already(monke
 def test_free_memory_is_this_ranks_part_and_inside_the_cgroups_limit(monkeypatch):
     memory = SimpleNamespace(available=8 * 2**30)
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
-    monkeypatch.setattr("minitlt.spec._cgroup_room", lambda: math.inf)
+    monkeypatch.setattr("minitlt.slots._cgroup_room", lambda: math.inf)
     cpu = torch.device("cpu")
     assert free_bytes(cpu) == 8 * 2**30
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert free_bytes(cpu) == 4 * 2**30
-    monkeypatch.setattr("minitlt.spec._cgroup_room", lambda: 2 * 2**30)
+    monkeypatch.setattr("minitlt.slots._cgroup_room", lambda: 2 * 2**30)
     assert free_bytes(cpu) == 2**30
 
 
