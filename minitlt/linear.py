@@ -25,7 +25,7 @@ class Linear:
     """y = x W^T + b over a weight that is replaced, never trained.
 
     On a CPU the weight is packed once for oneDNN (fp32 or bf16); activations stay fp32, and in fp32
-    what follows the product (`act`, `add`, `mul`) happens before its result leaves the cache.
+    what follows the product (`swish`, `mul`) happens before its result leaves the cache.
     Elsewhere it is a plain matrix product in the weight's dtype.
     """
 
@@ -52,32 +52,32 @@ class Linear:
         if bias is not None:
             self.bias = put(self.bias, bias.detach().to(self.device, self.dtype))
 
-    def __call__(self, x_NH: Tensor, *, add: Tensor | None = None) -> Tensor:
-        """add: another term of the result, [N, out]."""
+    def __call__(self, x_NH: Tensor) -> Tensor:
         if self.fuses:
-            return self.fused(x_NH) if add is None else self.fused(x_NH, "add", add)
-        num, x_NH = len(x_NH), self._repeated(x_NH.to(self.dtype))
+            return self.fused(x_NH)
+        if (num := len(x_NH)) < self.fewest:
+            return self(self._repeated(x_NH))[:num]
+        x_NH = x_NH.to(self.dtype)
         if self.packed:
             y = torch.ops.mkldnn._linear_pointwise(x_NH, self.weight, self.bias, "none", [], "")
         else:
             assert self.weight is not None, "load() the weight first"
             y = F.linear(x_NH, self.weight, self.bias)
-        y = y[:num]
-        if self.device.type == "cpu" and y.dtype != torch.float64:
-            y = y.float()
-        return y if add is None else y.add_(add)
+        return y.float() if self.device.type == "cpu" and y.dtype != torch.float64 else y
 
-    def fused(self, x_NH: Tensor, how: str = "none", other: Tensor | None = None) -> Tensor:
-        """how: none | swish, or with `other`: add | mul."""
+    def fused(self, x_NH: Tensor, how: str = "none", factor: Tensor | None = None) -> Tensor:
+        """how: none | swish, or mul by `factor`."""
+        if (num := len(x_NH)) < self.fewest:
+            factor = factor if factor is None else self._repeated(factor)
+            return self.fused(self._repeated(x_NH), how, factor)[:num]
         product: Any = torch.ops.mkldnn._linear_pointwise
-        num, x_NH = len(x_NH), self._repeated(x_NH)
-        if other is None:
-            return product(x_NH, self.weight, self.bias, how, [], "")[:num]
-        return product.binary(x_NH, self._repeated(other), self.weight, self.bias, how)[:num]
+        if factor is None:
+            return product(x_NH, self.weight, self.bias, how, [], "")
+        return product.binary(x_NH, factor, self.weight, self.bias, how)
 
     def _repeated(self, x_NH: Tensor) -> Tensor:
-        num, fewest = len(x_NH), self.fewest
-        return x_NH if num >= fewest else x_NH.repeat(-(-fewest // num), 1)[:fewest]
+        """As often as gives `fewest` rows or more."""
+        return torch.cat([x_NH] * -(-self.fewest // len(x_NH)))
 
 
 def put(old: Tensor | None, new: Tensor) -> Tensor:

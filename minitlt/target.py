@@ -274,7 +274,7 @@ class LlamaTarget(Target):
         _rotate_(qkv[:, : -s.num_kv_heads], turn_N1C)
         self.cache.write(index, step, qkv[:, s.num_heads :].reshape(-1, s.head_dim))
         keys, values = self.cache.read(index, step, size[0])
-        return linears["out"](attend(q, keys, values, step, size), add=h_NH)
+        return h_NH + linears["out"](attend(q, keys, values, step, size))
 
     def _mlp(self, index: int, h_NH: Tensor) -> Tensor:
         linears = self.linears[index]
@@ -285,7 +285,7 @@ class LlamaTarget(Target):
         else:
             gate_NI, up_NI = linears["gate_up"](x_NH).chunk(2, dim=-1)
             x_NI = F.silu(gate_NI).mul_(up_NI)
-        return linears["down"](x_NI, add=h_NH)
+        return h_NH + linears["down"](x_NI)
 
     @torch.no_grad()
     def refresh(self, named: Named) -> None:

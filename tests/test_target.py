@@ -340,7 +340,7 @@ class Moody(Linear):
         self.few = few
         self.load(torch.eye(8))
 
-    def __call__(self, x_NH, *, add=None):
+    def __call__(self, x_NH):
         return x_NH + 1e-6 * (len(x_NH) < self.few)
 
 
