@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from minitlt.draft import MAX_NODES, STATIC_ROPE, Taps
 from minitlt.graphs import StepGraphs, row_bucket
-from minitlt.linear import Linear, fewest_rows, put
+from minitlt.linear import Linear, Residual, fewest_rows, norm_factor, put
 from minitlt.slots import (
     SlotCache,
     Step,
@@ -140,6 +140,7 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = {"gate_up": ("mlp.gate_proj", "mlp.up_proj")}
 _GATE_AND_UP = {"gate": ("mlp.gate_proj",), "up": ("mlp.up_proj",)}
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm")
+_STREAM_NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 _DENSE = {"embed_tokens.weight": "embed", "norm.weight": "norm", "lm_head.weight": "head"}
 
 
@@ -166,7 +167,8 @@ class LlamaTarget(Target):
         narrow = device.type != "cpu" or dtype == torch.float64
         super().__init__(model, dtype, device, dtype if narrow else torch.float32)
         self.masks_short = device.type == "cpu"
-        self._width, self.eps = (self.shape.hidden,), float(config.rms_norm_eps)
+        self.eps = float(config.rms_norm_eps)
+        self._norm_factor = norm_factor(self.shape.hidden, device)
         self.tied = bool(config.tie_word_embeddings)
         rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
         self._inv_freq = rotary.inv_freq.detach().to(device, torch.float32)
@@ -248,25 +250,26 @@ class LlamaTarget(Target):
         shape, size = self.shape, (tokens_BT.shape[0], tokens_BT.shape[1])
         step.stack_queries(shape.num_heads // shape.num_kv_heads, self.act_dtype)
         token_N, position_N = tokens_BT.clamp(min=0).reshape(-1), step.position_BT.reshape(-1)
-        h_NH = self._dense["embed"][token_N]
+        stream = Residual(self._dense["embed"][token_N], self.eps)
         turn_N1C = self._turn[position_N][:, None]
         taps = {}
         for i in range(shape.num_layers):
             if i in shape.tap_layers:
-                taps[i] = h_NH
-            h_NH = self._attention(i, h_NH, turn_N1C, step, size)
-            h_NH = self._mlp(i, h_NH)
-        last_NH = F.rms_norm(h_NH, self._width, self._dense["norm"], self.eps)
+                taps[i] = stream.h_NH.clone()
+            x_NH = stream.normed(self.norms[i]["input_layernorm"])
+            stream.h_NH += self._attention(i, x_NH, turn_N1C, step, size)
+            x_NH = stream.normed(self.norms[i]["post_attention_layernorm"])
+            stream.h_NH += self._mlp(i, x_NH)
+        last_NH = stream.normed(self._dense["norm"])
         features = torch.cat([taps[i] for i in shape.tap_layers], dim=-1)
         result = Taps(features.view(*size, -1), last_NH.view(*size, -1))
         return (self.head(last_NH).view(*size, -1) if logits else None), result
 
     def _attention(
-        self, index: int, h_NH: Tensor, turn_N1C: Tensor, step: Step, size: tuple[int, int]
+        self, index: int, x_NH: Tensor, turn_N1C: Tensor, step: Step, size: tuple[int, int]
     ) -> Tensor:
         s, norms, linears = self.shape, self.norms[index], self.linears[index]
-        qkv = linears["qkv"](F.rms_norm(h_NH, self._width, norms["input_layernorm"], self.eps))
-        qkv = qkv.view(h_NH.shape[0], -1, s.head_dim)
+        qkv = linears["qkv"](x_NH).view(len(x_NH), -1, s.head_dim)
         q, k = qkv[:, : s.num_heads], qkv[:, s.num_heads : -s.num_kv_heads]
         if "self_attn.q_norm" in norms:  # Qwen3 normalises queries and keys per head
             q.copy_(F.rms_norm(q, (s.head_dim,), norms["self_attn.q_norm"], self.eps))
@@ -274,18 +277,16 @@ class LlamaTarget(Target):
         _rotate_(qkv[:, : -s.num_kv_heads], turn_N1C)
         self.cache.write(index, step, qkv[:, s.num_heads :].reshape(-1, s.head_dim))
         keys, values = self.cache.read(index, step, size[0])
-        return h_NH + linears["out"](attend(q, keys, values, step, size))
+        return linears["out"](attend(q, keys, values, step, size))
 
-    def _mlp(self, index: int, h_NH: Tensor) -> Tensor:
+    def _mlp(self, index: int, x_NH: Tensor) -> Tensor:
         linears = self.linears[index]
-        norm = self.norms[index]["post_attention_layernorm"]
-        x_NH = F.rms_norm(h_NH, self._width, norm, self.eps)
         if "up" in linears:
             x_NI = linears["up"].fused(x_NH, "mul", linears["gate"].fused(x_NH, "swish"))
         else:
             gate_NI, up_NI = linears["gate_up"](x_NH).chunk(2, dim=-1)
             x_NI = F.silu(gate_NI).mul_(up_NI)
-        return h_NH + linears["down"](x_NI)
+        return linears["down"](x_NI)
 
     @torch.no_grad()
     def refresh(self, named: Named) -> None:
@@ -323,7 +324,9 @@ class LlamaTarget(Target):
 
     def _store(self, place: dict[str, Tensor], key: str, tensor: Tensor) -> None:
         """In place: drafters hold embedding and head by reference."""
-        place[key] = put(place.get(key), tensor.detach().to(self.device, self.act_dtype))
+        tensor = tensor.detach().to(self.device, self.act_dtype)
+        factor = self._norm_factor if key in _STREAM_NORMS else 1.0
+        place[key] = put(place.get(key), tensor * factor if factor != 1.0 else tensor)
 
     def _take(self, name: str, tensor: Tensor, waiting: dict[str, Tensor]) -> None:
         """Takes one tensor of a decoder layer; loads a fused matrix once its parts are there."""

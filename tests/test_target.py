@@ -9,7 +9,7 @@ from transformers import NanoChatConfig, NanoChatForCausalLM
 
 from minitlt import slots
 from minitlt.draft import default_taps
-from minitlt.linear import Linear, can_pack, decoding_dtype, fewest_rows
+from minitlt.linear import Linear, Residual, can_pack, decoding_dtype, fewest_rows, norm_factor
 from minitlt.slots import SlotCache, TargetShape
 from minitlt.target import (
     LlamaTarget,
@@ -134,6 +134,24 @@ def test_a_rows_bits_do_not_depend_on_its_company(dtype, shortest):
     for num_rows, num_nodes in shapes:
         logits, _ = target.forward(chain[:num_rows, :num_nodes], lengths[:num_rows])
         assert torch.equal(logits[0, 0], alone[0, 0]), (num_rows, num_nodes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [24, 37, 576, 1024, 4096])
+def test_norms_are_rms_norms_and_keep_bits(width, dtype):
+    random = torch.Generator().manual_seed(0)
+    h, size = (torch.randn(100, n, dtype=dtype, generator=random) for n in (width, 1))
+    h *= size.exp() * 1e-2  # small ones too, where eps counts
+    weight = torch.rand(width, dtype=dtype, generator=random) + 0.5
+
+    def normed(h):
+        return Residual(h, 1e-5).normed(weight * norm_factor(width, h.device))
+
+    whole = normed(h)
+    want = torch.nn.functional.rms_norm(h, (width,), weight, 1e-5)
+    torch.testing.assert_close(whole, want, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=0)
+    for num in (*range(1, 40), 64):
+        assert torch.equal(normed(h[-num:]), whole[-num:]), num
 
 
 @pytest.mark.parametrize("sizes", [(9, 3, 64), (4, 2, 12), (14, 2, 64), (32, 8, 128), (12, 12, 64)])
