@@ -127,7 +127,7 @@ def _pair_rows(x: Tensor, head_dim: int) -> Tensor:
 def _rotate_(x_NHD: Tensor, turn_N1C: Tensor) -> None:
     """Turns the pairs of every head by their angles, in place: one complex product."""
     narrow = x_NHD.dtype.itemsize < 4
-    pairs = torch.view_as_complex((x_NHD.float() if narrow else x_NHD).unflatten(-1, (-1, 2)))
+    pairs = (x_NHD.float() if narrow else x_NHD).view(turn_N1C.dtype)
     if narrow:
         x_NHD.copy_(torch.view_as_real(pairs * turn_N1C).flatten(-2))
     else:
@@ -248,7 +248,7 @@ class LlamaTarget(Target):
 
     def _run(self, tokens_BT: Tensor, step: Step, logits: bool) -> tuple[Tensor | None, Taps]:
         shape, size = self.shape, (tokens_BT.shape[0], tokens_BT.shape[1])
-        step.stack_queries(shape.num_heads // shape.num_kv_heads, self.act_dtype)
+        step.stack_queries(shape, self.act_dtype)
         token_N, position_N = tokens_BT.clamp(min=0).reshape(-1), step.position_BT.reshape(-1)
         stream = Residual(self._dense["embed"][token_N], self.eps)
         turn_N1C = self._turn[position_N][:, None]
@@ -270,14 +270,14 @@ class LlamaTarget(Target):
     ) -> Tensor:
         s, norms, linears = self.shape, self.norms[index], self.linears[index]
         qkv = linears["qkv"](x_NH).view(len(x_NH), -1, s.head_dim)
-        q, k = qkv[:, : s.num_heads], qkv[:, s.num_heads : -s.num_kv_heads]
+        q = qkv[:, : s.num_heads]
         if "self_attn.q_norm" in norms:  # Qwen3 normalises queries and keys per head
+            k = qkv[:, s.num_heads : -s.num_kv_heads]
             q.copy_(F.rms_norm(q, (s.head_dim,), norms["self_attn.q_norm"], self.eps))
             k.copy_(F.rms_norm(k, (s.head_dim,), norms["self_attn.k_norm"], self.eps))
         _rotate_(qkv[:, : -s.num_kv_heads], turn_N1C)
         self.cache.write(index, step, qkv[:, s.num_heads :].reshape(-1, s.head_dim))
-        keys, values = self.cache.read(index, step, size[0])
-        return linears["out"](attend(q, keys, values, step, size))
+        return linears["out"](attend(q, step.keys[index], step.values[index], step, size))
 
     def _mlp(self, index: int, x_NH: Tensor) -> Tensor:
         linears = self.linears[index]
@@ -381,7 +381,7 @@ class _CacheView:
     ) -> tuple[Tensor, Tensor]:
         new = torch.cat([keys, values], dim=1).transpose(1, 2)  # [B, T, 2K, D]
         self.cache.write(layer_idx, self.step, new.reshape(-1, new.shape[-1]).to(self.cache.dtype))
-        return self.cache.read(layer_idx, self.step, keys.shape[0])
+        return self.step.keys[layer_idx], self.step.values[layer_idx]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
