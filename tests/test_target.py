@@ -152,6 +152,10 @@ def test_norms_are_rms_norms_and_keep_bits(width, dtype):
     torch.testing.assert_close(whole, want, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=0)
     for num in (*range(1, 40), 64):
         assert torch.equal(normed(h[-num:]), whole[-num:]), num
+    elsewhere = Residual(h, 1e-5)
+    elsewhere._fused = True  # as on a GPU, where weights stay what they are
+    assert torch.equal(elsewhere.normed(weight), want)
+    assert norm_factor(width, torch.device("cuda")) == 1.0
 
 
 @pytest.mark.parametrize("sizes", [(9, 3, 64), (4, 2, 12), (14, 2, 64), (32, 8, 128), (12, 12, 64)])
