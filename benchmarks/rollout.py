@@ -430,7 +430,7 @@ def step_parts(target: Any, num: int) -> dict[str, float]:
     inputs = {"down": torch.randn(num, target.linears[0]["down"].num_inputs)}
     hidden = torch.randn(num, shape.hidden)
     step = plan_step(tokens, lengths, None, 0, target.cache, masked=True)
-    step.stack_queries(shape.num_heads // shape.num_kv_heads, target.act_dtype)
+    step.stack_queries(shape, target.act_dtype)
     q = torch.randn(num, shape.num_heads, shape.head_dim)
     ones, roots = torch.ones(num), torch.full((num, 1), -1)
     logits = torch.randn(num, 1, shape.vocab) * 3
@@ -442,7 +442,7 @@ def step_parts(target: Any, num: int) -> dict[str, float]:
 
     def attention() -> None:
         for i in range(shape.num_layers):
-            attend(q, *target.cache.read(i, step, num), step, (num, 1))
+            attend(q, step.keys[i], step.values[i], step, (num, 1))
 
     parts = {
         "forward": milliseconds(lambda: target.forward(tokens, lengths)),

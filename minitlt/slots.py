@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ class SlotCache:
         self.shape, self.dtype, self.device = shape, dtype, device
         self._all = torch.empty(0)
         self.layers: list[Tensor] = []  # views of it
+        self._flat: list[Tensor] = []  # the same as [.., D]
         self.num_slots = self.length = 0
 
     def reserve(self, num_slots: int, length: int) -> None:
@@ -92,10 +94,15 @@ class SlotCache:
         # On a CPU, where pages that are not touched cost nothing, no read is ever cut short.
         self.length = reach(length) if self.device.type == "cpu" else -(-length // 128) * 128
         s = self.shape
-        self.layers, self._all = [], torch.empty(0)  # free the old block before asking for a new
+        self.layers, self._flat, self._all = (
+            [],
+            [],
+            torch.empty(0),
+        )  # free the old block before asking for a new
         size = (s.num_layers, self.num_slots, 2 * s.num_kv_heads, self.length, s.head_dim)
         self._all = torch.zeros(size, dtype=self.dtype, device=self.device)
         self.layers = list(self._all)
+        self._flat = list(self._all.view(s.num_layers, -1, s.head_dim))
 
     @property
     def num_bytes(self) -> int:
@@ -110,13 +117,13 @@ class SlotCache:
 
     def write(self, index: int, step: Step, kv_MD: Tensor) -> None:
         """New keys and values of layer `index`, [tokens * 2K, D], to the step's places."""
-        store = self.layers[index]
-        store.view(-1, store.shape[-1]).index_copy_(0, step.write_M, kv_MD)
+        self._flat[index].index_copy_(0, step.write_M, kv_MD)
 
-    def read(self, index: int, step: Step, num_rows: int) -> tuple[Tensor, Tensor]:
-        """(keys, values) of layer `index` as views [B, K, S, D]."""
-        rows = slice(step.first_slot, step.first_slot + num_rows)
-        return self.layers[index][rows, :, : step.read].chunk(2, dim=1)  # type: ignore[return-value]
+    def views(self, first_slot: int, num_rows: int, read: int) -> tuple[tuple[Tensor, ...], ...]:
+        """(keys, values) of some rows: of every layer a view [B, K, S, D]."""
+        rows = self._all[:, first_slot : first_slot + num_rows, :, :read]
+        keys, values = rows.chunk(2, dim=2)
+        return keys.unbind(), values.unbind()
 
     def copy_slot(self, src: int, dst: int, length: int) -> None:
         self._all[:, dst, :, :length] = self._all[:, src, :, :length]
@@ -140,26 +147,37 @@ class SlotCache:
 class Step:
     """One forward's geometry, computed once and used by every layer."""
 
-    first_slot: int
+    keys: tuple[Tensor, ...]  # of each layer [B, K, S, D]
+    values: tuple[Tensor, ...]
     write_M: Tensor  # where keys and values of the new tokens go: rows of a layer as [.., D]
     position_BT: Tensor
     mask_BTS: Tensor | None  # True = may attend; None when the kernel reads ancestor bits
     bits_BT: Tensor | None
     lengths_B: Tensor
     read: int  # S
-    grouped_mask: Tensor | None = None  # mask_BTS for the stacked query heads, [B, 1, G*T + .., S]
+    # Where attention needs a mask: the place of a layer's queries [B, T, K, G, D], and the same as
+    # blocks of rows [B, K, .., D], G * T and pads in all, each with its mask [B, 1, .., S].
+    queries: Tensor | None = None
+    blocks: tuple[tuple[Tensor, Tensor], ...] = ()
 
-    def stack_queries(self, group: int, dtype: torch.dtype) -> None:
-        """The mask of `attend`, to be added: once per group head; pads see everything."""
+    def stack_queries(self, shape: TargetShape, dtype: torch.dtype) -> None:
+        """The G query heads of a key/value head as further rows; pads are 0 and see everything."""
         if self.mask_BTS is None:
             return
         num_rows, num_nodes, read = self.mask_BTS.shape
-        num_queries = group * num_nodes
+        size = (shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, num_nodes)
+        num_queries = size[1] * num_nodes
         padded = -(-num_queries // _QUERY_STEP) * _QUERY_STEP
-        mask = self.mask_BTS.new_zeros((num_rows, 1, padded, read), dtype=dtype)
-        heads = mask[:, 0, :num_queries].view(num_rows, group, num_nodes, read)
+        new = partial(self.mask_BTS.new_zeros, dtype=dtype)
+        queries, mask = (
+            new(num_rows, size[0], padded, shape.head_dim),
+            new(num_rows, 1, padded, read),
+        )
+        heads = mask[:, 0, :num_queries].unflatten(1, size[1:])
         heads.masked_fill_(~self.mask_BTS[:, None], -torch.inf)
-        self.grouped_mask = mask
+        self.queries = queries[:, :, :num_queries].unflatten(2, size[1:]).permute(0, 3, 1, 2, 4)
+        most = _MOST_QUERIES if mask.device.type == "cpu" else padded
+        self.blocks = tuple(zip(queries.split(most, 2), mask.split(most, 2), strict=True))
 
 
 def plan_step(
@@ -202,7 +220,9 @@ def plan_step(
     elif bits_BT is None:
         bits_BT = ((2 << node_T) - 1).expand(num_rows, -1)
     position_BT = lengths_B[:, None] + depth_BT
-    return Step(first_slot, write_BTJ.reshape(-1), position_BT, mask_BTS, bits_BT, lengths_B, read)
+    keys, values = cache.views(first_slot, num_rows, read)
+    write_M = write_BTJ.reshape(-1)
+    return Step(keys, values, write_M, position_BT, mask_BTS, bits_BT, lengths_B, read)
 
 
 def _attention_mask(lengths_B: Tensor, bits_BT: Tensor | None, num_nodes: int, read: int) -> Tensor:
@@ -225,24 +245,20 @@ def attend(
     The G query heads of a key/value head are stacked as extra query rows, so keys and values are
     read in place and never repeated.
     """
-    (num_rows, num_nodes), (num_kv, head_dim) = size, (keys.shape[1], keys.shape[3])
-    if step.grouped_mask is None:
+    num_rows, num_nodes = size
+    if step.queries is None:
         assert step.bits_BT is not None
-        q = q_NHD.view(num_rows, num_nodes, -1, head_dim).transpose(1, 2)
-        bits, scale = step.bits_BT, head_dim**-0.5
+        q = q_NHD.view(num_rows, num_nodes, -1, keys.shape[3]).transpose(1, 2)
+        bits, scale = step.bits_BT, keys.shape[3] ** -0.5
         out = tree_attention(q, keys, values, step.lengths_B, bits, scale)
         return out.transpose(1, 2).reshape(num_rows * num_nodes, -1)
-    q = q_NHD.view(num_rows, num_nodes, num_kv, -1, head_dim).permute(0, 2, 3, 1, 4)
-    group = q.shape[2]
-    q = q.reshape(num_rows, num_kv, group * num_nodes, head_dim)
-    num_queries = q.shape[2]
-    if pads := step.grouped_mask.shape[2] - num_queries:
-        q = torch.cat([q, q[:, :, :1].expand(-1, -1, pads, -1)], dim=2)
-    most = _MOST_QUERIES if q.device.type == "cpu" else q.shape[2]
-    blocks = zip(q.split(most, 2), step.grouped_mask.split(most, 2), strict=True)
-    parts = [F.scaled_dot_product_attention(q, keys, values, attn_mask=mask) for q, mask in blocks]
+    step.queries.copy_(q_NHD.view(step.queries.shape))
+    parts = [
+        F.scaled_dot_product_attention(q, keys, values, attn_mask=mask) for q, mask in step.blocks
+    ]
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-    out = out[:, :, :num_queries].reshape(num_rows, num_kv, group, num_nodes, head_dim)
+    _, _, num_kv, group, head_dim = step.queries.shape
+    out = out[:, :, : group * num_nodes].view(num_rows, num_kv, group, num_nodes, head_dim)
     return out.permute(0, 3, 1, 2, 4).reshape(num_rows * num_nodes, -1)
 
 
@@ -260,9 +276,9 @@ def attention_keeps_bits(shape: TargetShape, dtype: torch.dtype) -> bool:
     def first_row(lengths: tuple[int, ...], num_nodes: int) -> Tensor:
         size, lengths_B = (len(lengths), num_nodes), torch.tensor(lengths)
         step = plan_step(lengths_B.new_zeros(size), lengths_B, None, 0, cache, masked=True)
-        step.stack_queries(shape.num_heads // shape.num_kv_heads, dtype)
-        keys, values = cache.read(0, step, size[0])
-        return attend(q_NHD[: size[0] * num_nodes], keys, values, step, size)[0]
+        step.stack_queries(shape, dtype)
+        q = q_NHD[: size[0] * num_nodes]
+        return attend(q, step.keys[0], step.values[0], step, size)[0]
 
     for length in (130, 300):
         alone = first_row((length,), 1)

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from minitlt.draft import MAX_NODES, STATIC_ROPE, Taps
 from minitlt.graphs import StepGraphs, row_bucket
-from minitlt.linear import Linear, fewest_rows, put
+from minitlt.linear import Linear, Residual, fewest_rows, norm_factor, put
 from minitlt.slots import (
     SlotCache,
     Step,
@@ -132,7 +132,7 @@ def _pair_rows(x: Tensor, head_dim: int) -> Tensor:
 def _rotate_(x_NHD: Tensor, turn_N1C: Tensor) -> None:
     """Turns the pairs of every head by their angles, in place: one complex product."""
     narrow = x_NHD.dtype.itemsize < 4
-    pairs = torch.view_as_complex((x_NHD.float() if narrow else x_NHD).unflatten(-1, (-1, 2)))
+    pairs = (x_NHD.float() if narrow else x_NHD).view(turn_N1C.dtype)
     if narrow:
         x_NHD.copy_(torch.view_as_real(pairs * turn_N1C).flatten(-2))
     else:
@@ -145,6 +145,7 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = {"gate_up": ("mlp.gate_proj", "mlp.up_proj")}
 _GATE_AND_UP = {"gate": ("mlp.gate_proj",), "up": ("mlp.up_proj",)}
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm")
+_STREAM_NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 _DENSE = {"embed_tokens.weight": "embed", "norm.weight": "norm", "lm_head.weight": "head"}
 
 
@@ -171,7 +172,8 @@ class LlamaTarget(Target):
         narrow = device.type != "cpu" or dtype == torch.float64
         super().__init__(model, dtype, device, dtype if narrow else torch.float32)
         self.masks_short = device.type == "cpu"
-        self._width, self.eps = (self.shape.hidden,), float(config.rms_norm_eps)
+        self.eps = float(config.rms_norm_eps)
+        self._norm_factor = norm_factor(self.shape.hidden, device)
         self.tied = bool(config.tie_word_embeddings)
         rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
         self._inv_freq = rotary.inv_freq.detach().to(device, torch.float32)
@@ -250,17 +252,19 @@ class LlamaTarget(Target):
 
     def _run(self, tokens_BT: Tensor, step: Step, logits: bool) -> tuple[Tensor | None, Taps]:
         shape, size = self.shape, (tokens_BT.shape[0], tokens_BT.shape[1])
-        step.stack_queries(shape.num_heads // shape.num_kv_heads, self.act_dtype)
+        step.stack_queries(shape, self.act_dtype)
         token_N, position_N = tokens_BT.clamp(min=0).reshape(-1), step.position_BT.reshape(-1)
-        h_NH = self._dense["embed"][token_N]
+        stream = Residual(self._dense["embed"][token_N], self.eps)
         turn_N1C = self._turn[position_N][:, None]
         taps = {}
         for i in range(shape.num_layers):
             if i in shape.tap_layers:
-                taps[i] = h_NH
-            h_NH = self._attention(i, h_NH, turn_N1C, step, size)
-            h_NH = self._mlp(i, h_NH)
-        last_NH = F.rms_norm(h_NH, self._width, self._dense["norm"], self.eps)
+                taps[i] = stream.h_NH.clone()
+            x_NH = stream.normed(self.norms[i]["input_layernorm"])
+            stream.h_NH += self._attention(i, x_NH, turn_N1C, step, size)
+            x_NH = stream.normed(self.norms[i]["post_attention_layernorm"])
+            stream.h_NH += self._mlp(i, x_NH)
+        last_NH = stream.normed(self._dense["norm"])
         features = torch.cat([taps[i] for i in shape.tap_layers], dim=-1)
         result = Taps(features.view(*size, -1), last_NH.view(*size, -1))
         return (self.logits(result.hidden_BNH) if logits else None), result
@@ -270,30 +274,27 @@ class LlamaTarget(Target):
         return self.head(hidden_BTH.flatten(0, 1)).unflatten(0, hidden_BTH.shape[:2])
 
     def _attention(
-        self, index: int, h_NH: Tensor, turn_N1C: Tensor, step: Step, size: tuple[int, int]
+        self, index: int, x_NH: Tensor, turn_N1C: Tensor, step: Step, size: tuple[int, int]
     ) -> Tensor:
         s, norms, linears = self.shape, self.norms[index], self.linears[index]
-        qkv = linears["qkv"](F.rms_norm(h_NH, self._width, norms["input_layernorm"], self.eps))
-        qkv = qkv.view(h_NH.shape[0], -1, s.head_dim)
-        q, k = qkv[:, : s.num_heads], qkv[:, s.num_heads : -s.num_kv_heads]
+        qkv = linears["qkv"](x_NH).view(len(x_NH), -1, s.head_dim)
+        q = qkv[:, : s.num_heads]
         if "self_attn.q_norm" in norms:  # Qwen3 normalises queries and keys per head
+            k = qkv[:, s.num_heads : -s.num_kv_heads]
             q.copy_(F.rms_norm(q, (s.head_dim,), norms["self_attn.q_norm"], self.eps))
             k.copy_(F.rms_norm(k, (s.head_dim,), norms["self_attn.k_norm"], self.eps))
         _rotate_(qkv[:, : -s.num_kv_heads], turn_N1C)
         self.cache.write(index, step, qkv[:, s.num_heads :].reshape(-1, s.head_dim))
-        keys, values = self.cache.read(index, step, size[0])
-        return linears["out"](attend(q, keys, values, step, size), add=h_NH)
+        return linears["out"](attend(q, step.keys[index], step.values[index], step, size))
 
-    def _mlp(self, index: int, h_NH: Tensor) -> Tensor:
+    def _mlp(self, index: int, x_NH: Tensor) -> Tensor:
         linears = self.linears[index]
-        norm = self.norms[index]["post_attention_layernorm"]
-        x_NH = F.rms_norm(h_NH, self._width, norm, self.eps)
         if "up" in linears:
             x_NI = linears["up"].fused(x_NH, "mul", linears["gate"].fused(x_NH, "swish"))
         else:
             gate_NI, up_NI = linears["gate_up"](x_NH).chunk(2, dim=-1)
             x_NI = F.silu(gate_NI).mul_(up_NI)
-        return linears["down"](x_NI, add=h_NH)
+        return linears["down"](x_NI)
 
     @torch.no_grad()
     def refresh(self, named: Named) -> None:
@@ -331,7 +332,9 @@ class LlamaTarget(Target):
 
     def _store(self, place: dict[str, Tensor], key: str, tensor: Tensor) -> None:
         """In place: drafters hold embedding and head by reference."""
-        place[key] = put(place.get(key), tensor.detach().to(self.device, self.act_dtype))
+        tensor = tensor.detach().to(self.device, self.act_dtype)
+        factor = self._norm_factor if key in _STREAM_NORMS else 1.0
+        place[key] = put(place.get(key), tensor * factor if factor != 1.0 else tensor)
 
     def _take(self, name: str, tensor: Tensor, waiting: dict[str, Tensor]) -> None:
         """Takes one tensor of a decoder layer; loads a fused matrix once its parts are there."""
@@ -386,7 +389,7 @@ class _CacheView:
     ) -> tuple[Tensor, Tensor]:
         new = torch.cat([keys, values], dim=1).transpose(1, 2)  # [B, T, 2K, D]
         self.cache.write(layer_idx, self.step, new.reshape(-1, new.shape[-1]).to(self.cache.dtype))
-        return self.cache.read(layer_idx, self.step, keys.shape[0])
+        return self.step.keys[layer_idx], self.step.values[layer_idx]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

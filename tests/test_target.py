@@ -9,7 +9,7 @@ from transformers import NanoChatConfig, NanoChatForCausalLM
 
 from minitlt import slots
 from minitlt.draft import default_taps
-from minitlt.linear import Linear, can_pack, decoding_dtype, fewest_rows
+from minitlt.linear import Linear, Residual, can_pack, decoding_dtype, fewest_rows, norm_factor
 from minitlt.slots import SlotCache, TargetShape
 from minitlt.target import (
     LlamaTarget,
@@ -135,6 +135,28 @@ def test_a_rows_bits_do_not_depend_on_its_company(dtype, shortest):
     for num_rows, num_nodes in shapes:
         logits, _ = target.forward(chain[:num_rows, :num_nodes], lengths[:num_rows])
         assert torch.equal(logits[0, 0], alone[0, 0]), (num_rows, num_nodes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [24, 37, 576, 1024, 4096])
+def test_norms_are_rms_norms_and_keep_bits(width, dtype):
+    random = torch.Generator().manual_seed(0)
+    h, size = (torch.randn(100, n, dtype=dtype, generator=random) for n in (width, 1))
+    h *= size.exp() * 1e-2  # small ones too, where eps counts
+    weight = torch.rand(width, dtype=dtype, generator=random) + 0.5
+
+    def normed(h):
+        return Residual(h, 1e-5).normed(weight * norm_factor(width, h.device))
+
+    whole = normed(h)
+    want = torch.nn.functional.rms_norm(h, (width,), weight, 1e-5)
+    torch.testing.assert_close(whole, want, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=0)
+    for num in (*range(1, 40), 64):
+        assert torch.equal(normed(h[-num:]), whole[-num:]), num
+    elsewhere = Residual(h, 1e-5)
+    elsewhere._fused = True  # as on a GPU, where weights stay what they are
+    assert torch.equal(elsewhere.normed(weight), want)
+    assert norm_factor(width, torch.device("cuda")) == 1.0
 
 
 @pytest.mark.parametrize("sizes", [(9, 3, 64), (4, 2, 12), (14, 2, 64), (32, 8, 128), (12, 12, 64)])
@@ -341,7 +363,7 @@ class Moody(Linear):
         self.few = few
         self.load(torch.eye(8))
 
-    def __call__(self, x_NH, *, add=None):
+    def __call__(self, x_NH):
         return x_NH + 1e-6 * (len(x_NH) < self.few)
 
 
