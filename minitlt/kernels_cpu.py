@@ -33,11 +33,11 @@ _TILE = 64  # tokens per tile of the race; a tile is looked at again only if its
 
 @dataclass
 class _Rows:
-    """Rows `pick` of a stack of logits, and what decides their samples."""
+    """Rows `pick`, ascending, of a stack of logits, and what decides their samples."""
 
     logits_RV: Tensor
     pick: list[int]
-    words: tuple[np.ndarray, np.ndarray]  # the noise's row state, int64 [N] each
+    words_N2: np.ndarray  # the noise's row state, int64
     temperatures: list[float]
     ids_V: Tensor | None = None
     sample_RV: Tensor | None = None
@@ -64,6 +64,10 @@ class _Race:
     num_nan: list[int]
 
 
+# A draft and its verification ask for the same ones.
+_row_words = lru_cache(maxsize=1 << 14)(defs.row_words)
+
+
 @lru_cache(maxsize=8)
 def _token_half(num_ids: int) -> np.ndarray:
     """The row-independent half of the hash for ids 0..V-1, uint32 (wraps like the definition)."""
@@ -71,13 +75,14 @@ def _token_half(num_ids: int) -> np.ndarray:
 
 
 def _fast_bits(
-    row0_n: np.ndarray, row1_n: np.ndarray, half_V: np.ndarray, h: np.ndarray, shifted: np.ndarray
+    words_n2: np.ndarray, half_V: np.ndarray, h: np.ndarray, shifted: np.ndarray
 ) -> None:
     """`hash_bits` into h, in uint32."""
-    np.bitwise_xor(row0_n.astype(np.uint32)[:, None], half_V, out=h)
+    words_n2 = words_n2.astype(np.uint32)
+    np.bitwise_xor(words_n2[:, :1], half_V, out=h)
     h ^= np.right_shift(h, 16, out=shifted)
     h *= MIX1
-    h += row1_n.astype(np.uint32)[:, None]
+    h += words_n2[:, 1:]
     h ^= np.right_shift(h, 13, out=shifted)
     h *= MIX2
     h ^= np.right_shift(h, 16, out=shifted)
@@ -89,9 +94,8 @@ def _weigh(
     """raw / T, clean (in x or raw itself); exp of it - max into out; the maxima, numbers of NaN."""
     clean_nV, num_nan = raw_nV.float(), [0] * len(divisors)
     if any(divisor != 1.0 for divisor in divisors):
-        clean_nV = torch.div(
-            clean_nV, torch.tensor(divisors, dtype=torch.float32)[:, None], out=x_nV
-        )
+        divisor_n1 = torch.tensor(divisors, dtype=torch.float32)[:, None]
+        clean_nV = torch.div(clean_nV, divisor_n1, out=x_nV)
     if limit_n1 is not None:
         clean_nV = torch.where(raw_nV.float() < limit_n1, -INF, clean_nV)  # limits are fp32
     top_n1 = clean_nV.amax(-1, keepdim=True)
@@ -123,7 +127,8 @@ def _run(rows: _Rows, entropy: bool) -> _Race:
     for start in range(0, num_rows, step):
         pick = rows.pick[start : start + step]
         n, to = len(pick), slice(start, start + len(pick))
-        at = slice(pick[0], pick[0] + 1) if n == 1 else pick  # one row is a view, not a copy
+        side_by_side = pick[-1] - pick[0] == n - 1  # then they are a view, not a copy
+        at = slice(pick[0], pick[-1] + 1) if side_by_side else pick
         w_nV, bits = weights_nV[:n], bits_nV[:n]
         y_nV, top_n1, nans = _weigh(rows.logits_RV[at], divisors[to], None, x_nV[:n], w_nV)
         total_n1 = w_nV.sum(-1, keepdim=True)
@@ -141,7 +146,7 @@ def _run(rows: _Rows, entropy: bool) -> _Race:
         sample_tops += top_n1[:, 0].tolist()
         num_nan += nans
         if not all(greedy[to]):
-            _fast_bits(rows.words[0][to], rows.words[1][to], half_V, bits, shifted_nV[:n])
+            _fast_bits(rows.words_N2[to], half_V, bits, shifted_nV[:n])
         if any(greedy[to]):
             bits[greedy[to]] = 1
         u_nV = arrival_NV[to].copy_(torch.from_numpy(bits))
@@ -197,7 +202,7 @@ def _sample(
     score_C = y_C
     if any(rows.temperatures):
         ids_C = index_C if rows.ids_V is None else rows.ids_V.numpy()[index_C]
-        word0_C, word1_C = (word_N[row_C] for word_N in rows.words)
+        word0_C, word1_C = rows.words_N2[row_C].T
         score_C = y_C + defs.gumbel(defs.token_bits(word0_C, word1_C, ids_C))
         if not all(rows.temperatures):
             score_C = np.where(np.array(rows.temperatures)[row_C] == 0, y_C, score_C)
@@ -233,12 +238,11 @@ def coupled_verify_cpu(
     logits_RV = logits_BTV.flatten(0, 1)
     sample_RV = None if sample_logits_BTV is None else sample_logits_BTV.flatten(0, 1)
     thresholds_R = None if thresholds_BT is None else thresholds_BT.flatten()
-    positions_BT = positions_B.numpy()[:, None] + np.arange(num_nodes)
-    word0_BT, word1_BT = defs.row_words(keys_B.numpy()[:, None], positions_BT)
+    keys, positions = keys_B.tolist(), positions_B.tolist()
 
     def sample(rows: list[int], nodes: list[int], depth: int) -> Sampled:
         pick = [b * num_nodes + node for b, node in zip(rows, nodes, strict=True)]
-        words = word0_BT[rows, depth], word1_BT[rows, depth]
+        words = np.array([_row_words(keys[b], positions[b] + depth) for b in rows])
         temps = [temperatures[b] for b in rows]
         at = _Rows(logits_RV, pick, words, temps, None, sample_RV, thresholds_R)
         index_N1, _, logprob_N1, race = _sample(at, entropy=entropy)
@@ -262,7 +266,7 @@ def gumbel_topk_cpu(
         raise ValueError(f"k must be in 1..{vocab}, not {k}")
     if num_rows == 0:
         return defs.gumbel_topk_ref(logits_NV, keys_N, positions_N, temperatures_N, k, ids_V)
-    words = defs.row_words(keys_N.numpy(), positions_N.numpy())
+    words = np.array(list(map(_row_words, keys_N.tolist(), positions_N.tolist())))
     rows = _Rows(logits_NV, list(range(num_rows)), words, temperatures_N.tolist(), ids_V)
     index_Nk, *rest = (torch.from_numpy(x) for x in _sample(rows, k)[:3])
     return defs.TopK(index_Nk if ids_V is None else ids_V[index_Nk], index_Nk, *rest)

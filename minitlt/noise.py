@@ -13,8 +13,9 @@ give. Both logarithms are written out in separately rounded fp32 adds and multip
 that noise and scores, not only hashes, are the same bits on every device: equal logits draw equal
 tokens on a laptop and on a GPU.
 
-`row_words`, `token_bits` and `gumbel` take NumPy arrays as well and give the same bits: on a CPU a
-small operation of NumPy costs a quarter of torch's, and a sampler asks for a handful of scores.
+`token_bits` and `gumbel` take NumPy arrays as well, `row_words` also plain integers, and give the
+same bits: a sampler on a CPU asks for a handful of scores, and a small operation of NumPy costs a
+quarter of torch's.
 
 Left out: float64 noise, generators with a state.
 How to run: `pytest tests/test_noise.py`.
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Array = TypeVar("Array", bound=Any)  # a tensor or a NumPy array
+Array = TypeVar("Array", bound=Any)  # a tensor, a NumPy array, an integer
 
 TOKEN, MIX1, MIX2 = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35  # odd: multiplying by them is a bijection
 SEEDS = (0x243F6A88, 0xB7E15162)  # first bits of pi and of e
@@ -70,17 +71,20 @@ def stream_keys(keys: Tensor, stream: str) -> Tensor:
 
 def row_words(keys_N: Array, positions_N: Array) -> tuple[Array, Array]:
     """Two 32-bit words of row state, as int64 [N] each: murmur3 under two seeds."""
-    seeds = np.array(SEEDS, dtype=np.int64)
-    h: Any = torch.tensor(SEEDS, device=keys_N.device) if _lib(keys_N) is torch else seeds
+    scrambled = []
     for word in (keys_N, keys_N >> 32, positions_N):  # only the low 32 bits of a product count
         k = ((word * 0xCC9E2D51) & _U32) << 15
-        k = ((k | (k >> 32)) * 0x1B873593) & _U32
-        h = (h ^ k[..., None]) << 13
+        scrambled.append(((k | (k >> 32)) * 0x1B873593) & _U32)
+    return _murmur(SEEDS[0], scrambled), _murmur(SEEDS[1], scrambled)
+
+
+def _murmur(h: Any, scrambled: list[Array]) -> Array:
+    for k in scrambled:
+        h = (h ^ k) << 13
         h = ((h | (h >> 32)) * 5 + 0xE6546B64) & _U32
     h = ((h ^ (h >> 16)) * MIX1) & _U32
     h = ((h ^ (h >> 13)) * MIX2) & _U32
-    h = h ^ (h >> 16)
-    return h[..., 0], h[..., 1]
+    return h ^ (h >> 16)
 
 
 def token_bits(row0: Array, row1: Array, ids: Array) -> Array:
