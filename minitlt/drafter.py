@@ -104,6 +104,7 @@ class Eagle3Proposer(Drafter):
         self._tapped: list[int] = []  # positions whose taps are here
         self._cached: list[int] = []  # pairs whose keys and values come from the target's taps
         self._buffers: dict[str, Tensor] = {}
+        self._slot_N1 = torch.zeros(0, 1, dtype=torch.int64)
 
     # What the engine tells.
 
@@ -116,6 +117,7 @@ class Eagle3Proposer(Drafter):
         for name, (shape, dtype) in self._shapes.items():
             size = (num_slots, length, *shape)
             self._buffers[name] = torch.zeros(size, dtype=dtype, device=self.device)
+        self._slot_N1 = torch.arange(num_slots, device=self.device)[:, None]
         self._lengths, self._tapped, self._cached = ([0] * num_slots for _ in range(3))
         self._num_slots, self._length = num_slots, length
         self.model.reserve_positions(length)
@@ -141,7 +143,7 @@ class Eagle3Proposer(Drafter):
         """Appends the emitted tokens; what is written behind a row's own number is never read."""
         starts, most = self._lengths[: len(tokens)], taps.features_BNF.shape[1]
         padded = [row + [0] * (most - len(row)) for row in tokens]
-        slot_B1 = torch.arange(len(tokens), device=self.device)[:, None]
+        slot_B1 = self._slot_N1[: len(tokens)]
         at_BN = torch.tensor(starts, device=self.device)[:, None]
         at_BN = at_BN + torch.arange(most, device=self.device)
         self._buffers["tokens"][slot_B1, at_BN] = torch.tensor(padded, device=self.device)
@@ -233,7 +235,7 @@ class Eagle3Proposer(Drafter):
         row's last pair, so nothing is ragged.
         """
         model = self.model
-        slot_B1 = torch.arange(num_rows, device=self.device)[:, None]
+        slot_B1 = self._slot_N1[:num_rows]
         at_BN = positions_B[:, None] - 1 + torch.arange(-num_new, 0, device=self.device)
         at_BN = at_BN.clamp_(min=0)
         h_BNH = model.fuse(self._buffers["features"][slot_B1, at_BN])
@@ -251,8 +253,7 @@ class Eagle3Proposer(Drafter):
         """One recurrent step from the drafter's own states; keys and values go to `place`."""
         model = self.model
         q, k, v = model.attention_inputs(model.mix(tokens_BW, h_BWH), rope_BW)
-        slot_B1 = torch.arange(tokens_BW.shape[0], device=self.device)[:, None]
-        self._write(slot_B1, place_BW, k, v)
+        self._write(self._slot_N1[: len(k)], place_BW, k, v)
         h_BWH = model.finish(h_BWH, self._attend(q, mask_BWS))
         return h_BWH, model.logits(h_BWH)
 
@@ -319,50 +320,51 @@ class Eagle3Proposer(Drafter):
         read: int,
     ) -> Draft:
         """Level by level: the `width` most confident nodes get `width` children each."""
-        positions_B = rows.positions_B
-        num_rows, first = len(positions_B), width
-        beam_BW, trust_BW = self._best(logits_BV[:, None], rows, positions_B[:, None], width)
+        at_B1, device = rows.positions_B[:, None], self.device
+        heat_B = rows.temperatures_B if rows.coupled else torch.zeros_like(rows.temperatures_B)
+        noise = [rows.keys_B, rows.positions_B, heat_B]
+        beam_BW, trust_BW = self._best(logits_BV, noise, rows.coupled, width)
+        keys_N, at_N, heat_N = (x.repeat_interleave(width) for x in noise)  # of W nodes per row
         h_BWH = h_BH[:, None].expand(-1, width, -1)
-        node_BW = torch.arange(width, device=self.device).expand(num_rows, -1)  # index in the pool
-        place_W = torch.arange(width, device=self.device)
-        seen_BWA = node_BW.new_zeros(num_rows, width, 0)  # where the ancestors' keys lie
+        place_W = torch.arange(width, device=device)
+        node_BW, first = place_W.expand(len(at_B1), -1), width  # index in the pool
+        row_B1 = self._slot_N1[: len(at_B1)]
+        seen_BWS = torch.arange(read, device=device) < at_B1[..., None] - 1
+        seen_BWS = seen_BWS.repeat(1, width, 1)  # what is committed, and then the ancestors' keys
         pool = [(beam_BW, torch.full_like(beam_BW, -1), trust_BW)]
-        committed_B1S = torch.arange(read, device=self.device) < positions_B[:, None, None] - 1
         for level in range(1, depth):
-            place_BW = positions_B[:, None] - 1 + (level - 1) * width + place_W
-            seen_BWA = torch.cat([seen_BWA, place_BW[..., None]], -1)
-            mask_BWS = committed_B1S.repeat(1, width, 1).scatter_(2, seen_BWA, True)
-            rope_BW = (positions_B[:, None] - 2 + level).expand(-1, width)
-            h_BWH, logits_BWV = self._next(beam_BW, h_BWH, rope_BW, place_BW, mask_BWS)
-            at_BW = (positions_B[:, None] + level).expand(-1, width)
-            tokens_BP, trust_BP = self._best(logits_BWV, rows, at_BW, width)
+            place_BW = at_B1 + (place_W + ((level - 1) * width - 1))
+            seen_BWS.scatter_(2, place_BW[..., None], True)
+            h_BWH, logits_BWV = self._next(beam_BW, h_BWH, at_B1 + (level - 2), place_BW, seen_BWS)
+            noise = [keys_N, at_N + level, heat_N]
+            best = self._best(logits_BWV.flatten(0, 1), noise, rows.coupled, width)
+            tokens_BWk, trust_BWk = (x.view(-1, width, width) for x in best)
             trust_BW = trust_BW.masked_fill(torch.isin(beam_BW, rows.stop_ids), _NEVER)
-            trust_BP = trust_BP + trust_BW.repeat_interleave(width, 1)
+            trust_BP = (trust_BWk + trust_BW[..., None]).flatten(1)
+            tokens_BP = tokens_BWk.flatten(1)
             pool.append((tokens_BP, node_BW.repeat_interleave(width, 1), trust_BP))
             if level + 1 < depth:
                 trust_BW, top_BW = trust_BP.topk(width, 1)
-                beam_BW, from_BW = tokens_BP.gather(1, top_BW), (top_BW // width)[..., None]
-                h_BWH = h_BWH.gather(1, from_BW.expand(-1, -1, h_BWH.shape[-1]))
-                seen_BWA = seen_BWA.gather(1, from_BW.expand(-1, -1, level))
-                node_BW = first + top_BW
+                beam_BW, from_BW = tokens_BP.gather(1, top_BW), top_BW // width
+                h_BWH, seen_BWS = h_BWH[row_B1, from_BW], seen_BWS[row_B1, from_BW]
+                node_BW = top_BW + first
                 first += width * width
         tokens_BP, parents_BP, trust_BP = (torch.cat(part, 1) for part in zip(*pool, strict=True))
         return _prune(rows.roots_B, tokens_BP, parents_BP, trust_BP, nodes)
 
     def _best(
-        self, logits_BWV: Tensor, rows: RowState, at_BW: Tensor, k: int
+        self, logits_NV: Tensor, noise: list[Tensor], coupled: bool, k: int
     ) -> tuple[Tensor, Tensor]:
-        """The k best proposals of each of W nodes [B, W * k], and the log confidence in each."""
-        num_nodes = logits_BWV.shape[1]
-        heat_B = rows.temperatures_B if rows.coupled else torch.zeros_like(rows.temperatures_B)
-        keys_N, heat_N = (t.repeat_interleave(num_nodes) for t in (rows.keys_B, heat_B))
-        best = gumbel_topk(
-            logits_BWV.flatten(0, 1), keys_N, at_BW.flatten(), heat_N, k, self._ids_V
-        )
-        rivals_Nk = (best.scores_Nk / _SOFTNESS).log_softmax(-1)
-        trust_Nk = rivals_Nk if rows.coupled else best.logprobs_Nk
-        trust_Nk = trust_Nk.clamp(min=_FLOOR) - _STEP_PENALTY
-        return best.tokens_Nk.view(len(at_BW), -1), trust_Nk.view(len(at_BW), -1)
+        """The k best proposals of each node [N, k], and the log confidence in each.
+
+        noise: keys, positions and temperatures of the nodes.
+        """
+        keys_N, at_N, heat_N = noise
+        best = gumbel_topk(logits_NV, keys_N, at_N, heat_N, k, self._ids_V)
+        trust_Nk = best.logprobs_Nk
+        if coupled:
+            trust_Nk = (best.scores_Nk / _SOFTNESS).log_softmax(-1)
+        return best.tokens_Nk, trust_Nk.clamp(min=_FLOOR) - _STEP_PENALTY
 
 
 def _same_pairs(cached: int, length: int) -> int:
@@ -379,16 +381,10 @@ def _prune(
     A child is less confident than its parent, so a kept node's ancestors are kept too; the pool is
     in level order, so ascending pool indices put parents first.
     """
-    num_rows = len(roots_B)
-    nodes = min(nodes, tokens_BP.shape[1])
-    kept_BT = trust_BP.topk(nodes, 1).indices.sort(1).values
-    new_BP = torch.full_like(parents_BP, -1)
-    new_BP.scatter_(
-        1, kept_BT, torch.arange(1, nodes + 1, device=roots_B.device).expand(num_rows, -1)
-    )
-    parents_BT = parents_BP.gather(1, kept_BT)
-    parents_BT = torch.where(parents_BT < 0, 0, new_BP.gather(1, parents_BT.clamp(min=0)))
+    kept_BT = trust_BP.topk(min(nodes, tokens_BP.shape[1]), 1).indices.sort(1).values
+    # A parent's place among the kept is how many of them do not come after it; the root's is 0.
+    parents_BT = torch.searchsorted(kept_BT, parents_BP.gather(1, kept_BT), right=True)
     return Draft(
         torch.cat([roots_B[:, None], tokens_BP.gather(1, kept_BT)], 1),
-        torch.cat([torch.full_like(roots_B[:, None], -1), parents_BT], 1),
+        F.pad(parents_BT, (1, 0), value=-1),
     )

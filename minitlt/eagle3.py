@@ -341,8 +341,10 @@ class Eagle3Drafter(nn.Module):
     def mix(self, tokens_N: Tensor, h_NH: Tensor) -> Tensor:
         """The layer's input, twice the hidden width."""
         assert h_NH.shape[-1] == self.config.hidden_size, "the recurrent state has width H"
-        token = self._norm(self.embed(tokens_N), self.norm_in)
-        return torch.cat([token, self._norm(h_NH, self.norm_h)], -1)
+        token_NH = self.embed(tokens_N)
+        if self._packed:
+            return self._norm(torch.stack([token_NH, h_NH], -2), "mix").flatten(-2)
+        return torch.cat([self._norm(token_NH, "norm_in"), self._norm(h_NH, "norm_h")], -1)
 
     def attention_inputs(self, x_N2H: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, heads, D] and keys, both rotated, and values [N, kv heads, D]."""
@@ -354,12 +356,12 @@ class Eagle3Drafter(nn.Module):
     def finish(self, h_NH: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer: attended [N, heads, D] in, the next recurrent state out."""
         h_NH = h_NH + self._mm("out", attended.flatten(-2))
-        gate, up = self._mm("gate_up", self._norm(h_NH, self.norm_post)).chunk(2, -1)
+        gate, up = self._mm("gate_up", self._norm(h_NH, "norm_post")).chunk(2, -1)
         return h_NH + self._mm("down", F.silu(gate) * up)
 
     def logits(self, h_NH: Tensor) -> Tensor:
         """[N, V] over the draft vocabulary. The norm is the head's; the state goes on without."""
-        return self._mm("head", self._norm(h_NH, self.norm))
+        return self._mm("head", self._norm(h_NH, "norm"))
 
     def unroll(self, pack: Pack, num_steps: int, *, thin: bool = False) -> list[Tensor]:
         """The recurrent state of every query pair after each of `num_steps` steps, [M, H] each.
@@ -426,6 +428,12 @@ class Eagle3Drafter(nn.Module):
         for name in names:
             weight = getattr(self, name).detach().to(self._packed_dtype).contiguous()
             self._packed[name] = torch.ops.mkldnn._reorder_linear_weight(weight)
+        # sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(eps H)) / sqrt(H)
+        size = torch.tensor(float(self.config.hidden_size))
+        norms = {"mix": torch.stack([self.norm_in, self.norm_h]), "norm": self.norm}
+        for name, weight in (norms | {"norm_post": self.norm_post}).items():
+            self._packed[name] = weight.detach() * size.sqrt()
+        self._packed["floor"] = (size * self.config.rms_norm_eps).sqrt()
 
     def reserve_positions(self, num_positions: int) -> None:
         """Makes room in the rope table; grows by doubling."""
@@ -450,8 +458,11 @@ class Eagle3Drafter(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.config.head_dim))
 
-    def _norm(self, x_NH: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x_NH, (x_NH.shape[-1],), weight, self.config.rms_norm_eps)
+    def _norm(self, x_NH: Tensor, name: str) -> Tensor:
+        if self._packed:  # a CPU takes `rms_norm` apart into some ten operations; these are four
+            size_N1 = torch.linalg.vector_norm(x_NH, dim=-1, keepdim=True)
+            return x_NH / torch.hypot(size_N1, self._packed["floor"]) * self._packed[name]
+        return F.rms_norm(x_NH, x_NH.shape[-1:], getattr(self, name), self.config.rms_norm_eps)
 
     def _mm(self, name: str, x: Tensor) -> Tensor:
         packed = self._packed.get(name)

@@ -1,10 +1,11 @@
 """The CPU path of `kernels`: the tokens of the definition, bit for bit, in a fraction of the time.
 
-Three ideas. (1) The token half of the hash is computed once per vocabulary, and the rest is int32
+Four ideas. (1) The token half of the hash is computed once per vocabulary, and the rest is uint32
 arithmetic, which wraps like the definition. (2) Gumbel-max is a race (`_race`): one divide per
 token shows which handful of tokens can still win, and only those pay for two logarithms. (3) The
 tree is walked level by level, so that a row of logits that no row reaches is never read. The
-temporaries of a row or two fit the L2 cache and are reused, which is worth as much as (2).
+temporaries of a row or two fit the L2 cache and are reused, which is worth as much as (2). (4) With
+few rows the calls cost more than the numbers in them: whatever is small is done by NumPy.
 
 The drafter's loss goes through the L2 cache as well, a few rows at a time.
 Letters: as in `kernels`; n rows of one pass, J tiles of W tokens, C candidates.
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,11 +33,11 @@ _TILE = 64  # tokens per tile of the race; a tile is looked at again only if its
 
 @dataclass
 class _Rows:
-    """Rows `pick` of a stack of logits, and what decides their samples."""
+    """Rows `pick`, ascending, of a stack of logits, and what decides their samples."""
 
     logits_RV: Tensor
     pick: list[int]
-    words: tuple[Tensor, Tensor]  # the noise's row state, int64 [N] each
+    words_N2: np.ndarray  # the noise's row state, int64
     temperatures: list[float]
     ids_V: Tensor | None = None
     sample_RV: Tensor | None = None
@@ -56,47 +58,53 @@ class _Race:
     """Arrival times of every token, and per-row numbers, of one call."""
 
     arrival_NV: Tensor
-    sample_top_N: Tensor
+    sample_tops: list[float]
     lse_N: Tensor
-    entropy_N: Tensor
-    num_nan_N: Tensor
+    entropies: list[float]
+    num_nan: list[int]
+
+
+# A draft and its verification ask for the same ones.
+_row_words = lru_cache(maxsize=1 << 14)(defs.row_words)
 
 
 @lru_cache(maxsize=8)
-def _token_half(num_ids: int) -> Tensor:
-    """The row-independent half of the hash for ids 0..V-1, int32 (wraps like the definition)."""
-    return torch.arange(num_ids, dtype=torch.int32) * _signed(TOKEN)
+def _token_half(num_ids: int) -> np.ndarray:
+    """The row-independent half of the hash for ids 0..V-1, uint32 (wraps like the definition)."""
+    return np.arange(num_ids, dtype=np.uint32) * np.uint32(TOKEN)
 
 
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >> 31 else word
-
-
-def _fast_bits(row0_n: Tensor, row1_n: Tensor, half_V: Tensor, h: Tensor, shifted: Tensor) -> None:
-    """`hash_bits` into h in int32: multiplies wrap, a logical shift is a shift and a mask."""
-    torch.bitwise_xor(row0_n.int()[:, None], half_V, out=h)
-    h ^= torch.bitwise_right_shift(h, 16, out=shifted).bitwise_and_(0xFFFF)
-    torch.add(row1_n.int()[:, None], h, alpha=_signed(MIX1), out=h)
-    h ^= torch.bitwise_right_shift(h, 13, out=shifted).bitwise_and_(0x7FFFF)
-    h *= _signed(MIX2)
-    h ^= torch.bitwise_right_shift(h, 16, out=shifted).bitwise_and_(0xFFFF)
+def _fast_bits(
+    words_n2: np.ndarray, half_V: np.ndarray, h: np.ndarray, shifted: np.ndarray
+) -> None:
+    """`hash_bits` into h, in uint32."""
+    words_n2 = words_n2.astype(np.uint32)
+    np.bitwise_xor(words_n2[:, :1], half_V, out=h)
+    h ^= np.right_shift(h, 16, out=shifted)
+    h *= MIX1
+    h += words_n2[:, 1:]
+    h ^= np.right_shift(h, 13, out=shifted)
+    h *= MIX2
+    h ^= np.right_shift(h, 16, out=shifted)
 
 
 def _weigh(
     raw_nV: Tensor, divisors: list[float], limit_n1: Tensor | None, x_nV: Tensor, out_nV: Tensor
-) -> tuple[Tensor, Tensor | int]:
-    """raw / T, clean, into x; exp(x - max) into out; the maxima [n] and the numbers of NaN."""
-    num_nan: Tensor | int = 0
-    torch.div(raw_nV.float(), torch.tensor(divisors, dtype=torch.float32)[:, None], out=x_nV)
+) -> tuple[Tensor, Tensor, list[int]]:
+    """raw / T, clean (in x or raw itself); exp of it - max into out; the maxima, numbers of NaN."""
+    clean_nV, num_nan = raw_nV.float(), [0] * len(divisors)
+    if any(divisor != 1.0 for divisor in divisors):
+        divisor_n1 = torch.tensor(divisors, dtype=torch.float32)[:, None]
+        clean_nV = torch.div(clean_nV, divisor_n1, out=x_nV)
     if limit_n1 is not None:
-        x_nV.masked_fill_(raw_nV.float() < limit_n1, -INF)  # limits are fp32
-    top_n1 = x_nV.amax(-1, keepdim=True)
-    if not all(map(math.isfinite, top_n1.flatten().tolist())):  # NaN, +inf or a row of -inf
-        num_nan = raw_nV.isnan().sum(-1)
-        x_nV.copy_(defs.finite(x_nV))
-        top_n1 = x_nV.amax(-1, keepdim=True).clamp_min_(-FLT_MAX)
-    torch.sub(x_nV, top_n1, out=out_nV).exp_()
-    return top_n1[:, 0], num_nan
+        clean_nV = torch.where(raw_nV.float() < limit_n1, -INF, clean_nV)  # limits are fp32
+    top_n1 = clean_nV.amax(-1, keepdim=True)
+    if not all(map(math.isfinite, top_n1[:, 0].tolist())):  # NaN, +inf or a row of -inf
+        num_nan = raw_nV.isnan().sum(-1).tolist()
+        clean_nV = defs.finite(clean_nV)
+        top_n1 = clean_nV.amax(-1, keepdim=True).clamp_min_(-FLT_MAX)
+    torch.sub(clean_nV, top_n1, out=out_nV).exp_()
+    return clean_nV, top_n1, num_nan
 
 
 def _run(rows: _Rows, entropy: bool) -> _Race:
@@ -107,41 +115,47 @@ def _run(rows: _Rows, entropy: bool) -> _Race:
     is the same.
     """
     vocab, num_rows = rows.logits_RV.shape[-1], len(rows.pick)
-    half_V = _token_half(vocab) if rows.ids_V is None else (rows.ids_V * TOKEN).int()
+    half_V = _token_half(vocab)
+    if rows.ids_V is not None:
+        half_V = (rows.ids_V.numpy() * TOKEN).astype(np.uint32)
     step = min(num_rows, max(1, _L2_ENTRIES // vocab))
     x_nV, weights_nV = torch.empty(2, step, vocab, dtype=torch.float32)
-    bits_nV, shifted_nV = torch.empty(2, step, vocab, dtype=torch.int32)
+    bits_nV, shifted_nV = np.empty((2, step, vocab), dtype=np.uint32)
     arrival_NV = torch.empty(num_rows, vocab, dtype=torch.float32)
-    top_N, sample_top_N, total_N, entropy_N = torch.zeros(4, num_rows, dtype=torch.float32)
-    num_nan_N = torch.zeros(num_rows, dtype=torch.int64)
+    lse_n1s, sample_tops, entropies, num_nan = [], [], [], []
     divisors, greedy = rows.divisors, [t == 0 for t in rows.temperatures]
     for start in range(0, num_rows, step):
         pick = rows.pick[start : start + step]
         n, to = len(pick), slice(start, start + len(pick))
-        at = slice(pick[0], pick[0] + 1) if n == 1 else pick  # one row is a view, not a copy
-        x, w, bits = x_nV[:n], weights_nV[:n], bits_nV[:n]
-        top_N[to], nans = _weigh(rows.logits_RV[at], divisors[to], None, x, w)
-        num_nan_N[to] += nans
-        total_N[to] = w.sum(-1)
+        side_by_side = pick[-1] - pick[0] == n - 1  # then they are a view, not a copy
+        at = slice(pick[0], pick[-1] + 1) if side_by_side else pick
+        w_nV, bits = weights_nV[:n], bits_nV[:n]
+        y_nV, top_n1, nans = _weigh(rows.logits_RV[at], divisors[to], None, x_nV[:n], w_nV)
+        total_n1 = w_nV.sum(-1, keepdim=True)
+        lse_n1s.append(top_n1 + total_n1.log())
         if entropy:
-            gap = (x - top_N[to, None]).masked_fill_(w == 0, 0.0)
-            entropy_N[to] = total_N[to].log() - (w * gap).sum(-1) / total_N[to]
-        sample_top_N[to] = top_N[to]
+            gap_nV = (y_nV - top_n1).masked_fill_(w_nV == 0, 0.0)
+            spread_n1 = total_n1.log() - (w_nV * gap_nV).sum(-1, keepdim=True) / total_n1
+            entropies += spread_n1.nan_to_num(nan=0.0, neginf=0.0)[:, 0].tolist()
         if rows.separate:
             raw = (rows.logits_RV if rows.sample_RV is None else rows.sample_RV)[at]
             limit = None if rows.thresholds_R is None else rows.thresholds_R[at, None]
-            sample_top_N[to], nans = _weigh(raw, divisors[to], limit, x, w)
-            num_nan_N[to] += 0 if rows.sample_RV is None else nans
+            _, top_n1, more = _weigh(raw, divisors[to], limit, x_nV[:n], w_nV)
+            if rows.sample_RV is not None:
+                nans = [a + b for a, b in zip(nans, more, strict=True)]
+        sample_tops += top_n1[:, 0].tolist()
+        num_nan += nans
         if not all(greedy[to]):
-            _fast_bits(rows.words[0][to], rows.words[1][to], half_V, bits, shifted_nV[:n])
+            _fast_bits(rows.words_N2[to], half_V, bits, shifted_nV[:n])
         if any(greedy[to]):
             bits[greedy[to]] = 1
-        torch.div(arrival_NV[to].copy_(bits.view(torch.uint32)), w, out=arrival_NV[to])
-    entropy_N.nan_to_num_(nan=0.0, neginf=0.0)
-    return _Race(arrival_NV, sample_top_N, top_N + total_N.log(), entropy_N, num_nan_N)
+        u_nV = arrival_NV[to].copy_(torch.from_numpy(bits))
+        u_nV /= w_nV
+    lse_N = torch.cat(lse_n1s)[:, 0]
+    return _Race(arrival_NV, sample_tops, lse_N, entropies or [0.0] * num_rows, num_nan)
 
 
-def _finalists(race: _Race, k: int) -> tuple[Tensor, Tensor]:
+def _finalists(race: _Race, k: int) -> tuple[np.ndarray, np.ndarray]:
     """(row, index) of every token that may be among the best k of its row, ascending.
 
     E <= 23 u, so 23 times the k-th smallest bound is one on the k-th arrival from above.
@@ -151,49 +165,58 @@ def _finalists(race: _Race, k: int) -> tuple[Tensor, Tensor]:
     if pad := -vocab % tile:
         arrival_NV = F.pad(arrival_NV, (0, pad), value=INF)
     arrival_NJW = arrival_NV.view(num_rows, -1, tile)
-    best_NJ = arrival_NJW.amin(-1)
-    kth_N = best_NJ.topk(k, dim=-1, largest=False).values[:, -1] if k > 1 else best_NJ.amin(-1)
-    # Rounding moves a score by ulps of |y|: a bound that wide sees every rounded tie. A hash of 0
-    # stands for u = 2^-33 but gives 0 (or 0 / 0 = NaN) here: rare, so the whole row is scored.
-    slack_N = (race.sample_top_N.abs() + 64.0) * 2.0**-21 + 1e-4
-    bound_N1 = torch.where(kth_N > 0, kth_N * (23.0 * slack_N.exp()), INF)[:, None]
-    row_C, tile_C = (~(best_NJ > bound_N1)).nonzero(as_tuple=True)
-    hit_C, lane_C = (~(arrival_NJW[row_C, tile_C] > bound_N1[row_C])).nonzero(as_tuple=True)
+    best_NJ = arrival_NJW.amin(-1).numpy()
+    kth_N = best_NJ.min(-1) if k == 1 else np.partition(best_NJ, k - 1, axis=-1)[:, k - 1]
+    bounds = []
+    for kth, top in zip(kth_N.tolist(), race.sample_tops, strict=True):
+        # Rounding moves a score by ulps of |y|: a bound that wide sees every rounded tie. A hash
+        # of 0 stands for u = 2^-33 but gives 0 (or 0 / 0 = NaN) here: rare, so the whole row is
+        # scored.
+        slack = (abs(top) + 64.0) * 2.0**-21 + 1e-4
+        bounds.append(kth * 23.0 * math.exp(slack) if kth > 0 and slack < 100.0 else INF)
+    bound_N1 = np.array(bounds)[:, None]
+    row_C, tile_C = np.nonzero(~(best_NJ > bound_N1))
+    hit_C, lane_C = np.nonzero(~(arrival_NJW.numpy()[row_C, tile_C] > bound_N1[row_C]))
     row_C, index_C = row_C[hit_C], tile_C[hit_C] * tile + lane_C
     return (row_C[index_C < vocab], index_C[index_C < vocab]) if pad else (row_C, index_C)
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def _sample(
     rows: _Rows, k: int = 1, entropy: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The best k of every row: (index_Nk, scores_Nk, logprobs_Nk, entropy_N, num_nan_N)."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, _Race]:
+    """The best k of every row: (index_Nk, scores_Nk, logprobs_Nk, what else the pass saw)."""
     race, num_rows = _run(rows, entropy), len(rows.pick)
     row_C, index_C = _finalists(race, k)
     # The handful that is left, by the definition.
-    flat_C = torch.tensor(rows.pick)[row_C]
-    divisor_C = torch.tensor(rows.divisors, dtype=torch.float32)[row_C]
-    x_C = defs.finite(rows.logits_RV[flat_C, index_C].float() / divisor_C)
-    y_C = x_C
+    at_C = torch.from_numpy(np.array(rows.pick)[row_C]), torch.from_numpy(index_C)
+    raw_C = rows.logits_RV[at_C].float().numpy()
+    divisor_C = np.array(rows.divisors, dtype=np.float32)[row_C]
+    x_C = y_C = _finite(raw_C / divisor_C)
     if rows.separate:
-        raw_RV = rows.logits_RV if rows.sample_RV is None else rows.sample_RV
-        raw_C = raw_RV[flat_C, index_C].float()
-        y_C = defs.finite(raw_C / divisor_C)
+        if rows.sample_RV is not None:
+            raw_C = rows.sample_RV[at_C].float().numpy()
+        y_C = _finite(raw_C / divisor_C)
         if rows.thresholds_R is not None:
-            y_C = y_C.masked_fill(raw_C < rows.thresholds_R[flat_C], -INF)
-    ids_C = index_C if rows.ids_V is None else rows.ids_V[index_C]
-    noise_C = defs.gumbel(defs.token_bits(rows.words[0][row_C], rows.words[1][row_C], ids_C))
-    greedy_N = torch.tensor([t == 0 for t in rows.temperatures])
-    score_C = torch.where(greedy_N[row_C], y_C, y_C + noise_C)
-    # Rows of candidates as a matrix; ascending ids and a stable sort give ties to the lowest id.
-    count_N = torch.bincount(row_C, minlength=num_rows)
-    place_C = torch.arange(row_C.numel()) - (count_N.cumsum(0) - count_N)[row_C]
-    score_NC = score_C.new_full((num_rows, int(count_N.max())), -INF)
-    which_NC = index_C.new_zeros(score_NC.shape)
-    score_NC[row_C, place_C], which_NC[row_C, place_C] = score_C, torch.arange(row_C.numel())
-    score_NC, order_NC = score_NC.sort(dim=-1, descending=True, stable=True)
-    best_Nk = which_NC.gather(1, order_NC[:, :k])
-    logprob_Nk = defs.logprob(x_C[best_Nk], race.lse_N[:, None])
-    return index_C[best_Nk], score_NC[:, :k], logprob_Nk, race.entropy_N, race.num_nan_N
+            y_C[raw_C < rows.thresholds_R.numpy()[at_C[0]]] = -INF
+    score_C = y_C
+    if any(rows.temperatures):
+        ids_C = index_C if rows.ids_V is None else rows.ids_V.numpy()[index_C]
+        word0_C, word1_C = rows.words_N2[row_C].T
+        score_C = y_C + defs.gumbel(defs.token_bits(word0_C, word1_C, ids_C))
+        if not all(rows.temperatures):
+            score_C = np.where(np.array(rows.temperatures)[row_C] == 0, y_C, score_C)
+    # Rows and ids ascend and the sort is stable: ties go to the lowest id.
+    order_C, first_N = np.lexsort((-score_C, row_C)), np.searchsorted(row_C, np.arange(num_rows))
+    best_Nk = order_C[first_N[:, None] + np.arange(k)]
+    x_Nk = x_C[best_Nk]
+    logprob_Nk = np.where(x_Nk == -INF, x_Nk, x_Nk - race.lse_N.numpy()[:, None])
+    return index_C[best_Nk], score_C[best_Nk], logprob_Nk, race
+
+
+def _finite(x_C: np.ndarray) -> np.ndarray:
+    """`kernels.finite`."""
+    return np.fmin(np.fmax(x_C, -INF), FLT_MAX)
 
 
 def coupled_verify_cpu(
@@ -215,16 +238,16 @@ def coupled_verify_cpu(
     logits_RV = logits_BTV.flatten(0, 1)
     sample_RV = None if sample_logits_BTV is None else sample_logits_BTV.flatten(0, 1)
     thresholds_R = None if thresholds_BT is None else thresholds_BT.flatten()
-    positions_BT = positions_B[:, None] + torch.arange(num_nodes)
-    word0_BT, word1_BT = defs.row_words(keys_B[:, None].expand_as(positions_BT), positions_BT)
+    keys, positions = keys_B.tolist(), positions_B.tolist()
 
     def sample(rows: list[int], nodes: list[int], depth: int) -> Sampled:
         pick = [b * num_nodes + node for b, node in zip(rows, nodes, strict=True)]
-        words = word0_BT[rows, depth], word1_BT[rows, depth]
+        words = np.array([_row_words(keys[b], positions[b] + depth) for b in rows])
         temps = [temperatures[b] for b in rows]
         at = _Rows(logits_RV, pick, words, temps, None, sample_RV, thresholds_R)
-        index_N1, _, *rest = _sample(at, entropy=entropy)
-        return Sampled(*(x.flatten().tolist() for x in (index_N1, *rest)))
+        index_N1, _, logprob_N1, race = _sample(at, entropy=entropy)
+        found = index_N1[:, 0].tolist(), logprob_N1[:, 0].tolist()
+        return Sampled(*found, race.entropies, race.num_nan)
 
     return defs.walk(sample, tokens_BT, parents_BT, limits_B, stop_ids, entropy)
 
@@ -243,11 +266,10 @@ def gumbel_topk_cpu(
         raise ValueError(f"k must be in 1..{vocab}, not {k}")
     if num_rows == 0:
         return defs.gumbel_topk_ref(logits_NV, keys_N, positions_N, temperatures_N, k, ids_V)
-    words = defs.row_words(keys_N, positions_N)
+    words = np.array(list(map(_row_words, keys_N.tolist(), positions_N.tolist())))
     rows = _Rows(logits_NV, list(range(num_rows)), words, temperatures_N.tolist(), ids_V)
-    index_Nk, score_Nk, logprob_Nk, _, _ = _sample(rows, k)
-    tokens_Nk = index_Nk if ids_V is None else ids_V[index_Nk]
-    return defs.TopK(tokens_Nk, index_Nk, score_Nk, logprob_Nk)
+    index_Nk, *rest = (torch.from_numpy(x) for x in _sample(rows, k)[:3])
+    return defs.TopK(index_Nk if ids_V is None else ids_V[index_Nk], index_Nk, *rest)
 
 
 class DraftLossFunction(torch.autograd.Function):

@@ -13,14 +13,23 @@ give. Both logarithms are written out in separately rounded fp32 adds and multip
 that noise and scores, not only hashes, are the same bits on every device: equal logits draw equal
 tokens on a laptop and on a GPU.
 
+`token_bits` and `gumbel` take NumPy arrays as well, `row_words` also plain integers, and give the
+same bits: a sampler on a CPU asks for a handful of scores, and a small operation of NumPy costs a
+quarter of torch's.
+
 Left out: float64 noise, generators with a state.
 How to run: `pytest tests/test_noise.py`.
 
 Letters: N rows, V vocabulary.
 """
 
+from typing import Any, TypeVar
+
+import numpy as np
 import torch
 from torch import Tensor
+
+Array = TypeVar("Array", bound=Any)  # a tensor, a NumPy array, an integer
 
 TOKEN, MIX1, MIX2 = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35  # odd: multiplying by them is a bijection
 SEEDS = (0x243F6A88, 0xB7E15162)  # first bits of pi and of e
@@ -60,22 +69,25 @@ def stream_keys(keys: Tensor, stream: str) -> Tensor:
     return keys ^ _signed64((STREAMS[stream] * 0x9E3779B97F4A7C15) & ((1 << 64) - 1))
 
 
-def row_words(keys_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+def row_words(keys_N: Array, positions_N: Array) -> tuple[Array, Array]:
     """Two 32-bit words of row state, as int64 [N] each: murmur3 under two seeds."""
-    h = torch.tensor(SEEDS, device=keys_N.device).view(2, *[1] * keys_N.dim())
-    for word in (keys_N & _U32, (keys_N >> 32) & _U32, positions_N & _U32):
-        k = (word * 0xCC9E2D51) & _U32
-        k = ((k << 15) & _U32) | (k >> 17)
-        h = h ^ ((k * 0x1B873593) & _U32)
-        h = ((h << 13) & _U32) | (h >> 19)
-        h = (h * 5 + 0xE6546B64) & _U32
+    scrambled = []
+    for word in (keys_N, keys_N >> 32, positions_N):  # only the low 32 bits of a product count
+        k = ((word * 0xCC9E2D51) & _U32) << 15
+        scrambled.append(((k | (k >> 32)) * 0x1B873593) & _U32)
+    return _murmur(SEEDS[0], scrambled), _murmur(SEEDS[1], scrambled)
+
+
+def _murmur(h: Any, scrambled: list[Array]) -> Array:
+    for k in scrambled:
+        h = (h ^ k) << 13
+        h = ((h | (h >> 32)) * 5 + 0xE6546B64) & _U32
     h = ((h ^ (h >> 16)) * MIX1) & _U32
     h = ((h ^ (h >> 13)) * MIX2) & _U32
-    h = h ^ (h >> 16)
-    return h[0], h[1]
+    return h ^ (h >> 16)
 
 
-def token_bits(row0: Tensor, row1: Tensor, ids: Tensor) -> Tensor:
+def token_bits(row0: Array, row1: Array, ids: Array) -> Array:
     """The 32-bit hash of token ids under a row's two words, as int64."""
     h = row0 ^ ((ids * TOKEN) & _U32)
     h = ((h ^ (h >> 16)) * MIX1 + row1) & _U32
@@ -89,30 +101,38 @@ def hash_bits(keys_N: Tensor, positions_N: Tensor, ids_V: Tensor) -> Tensor:
     return token_bits(row0[:, None], row1[:, None], ids_V[None, :])
 
 
-def _log(f: Tensor, exponent: Tensor) -> Tensor:
+def _lib(x: Any) -> Any:
+    return torch if isinstance(x, Tensor) else np
+
+
+def _log(f: Array, exponent: Array) -> Array:
     """log((1 + f) * 2^exponent), every add and multiply rounded on its own."""
     square = f * f
-    poly = torch.full_like(f, LOG_POLY[-1])
+    poly: Any = LOG_POLY[-1]
     for coefficient in LOG_POLY[-2::-1]:
         poly = poly * f + coefficient
     tail = poly * f * square + exponent * LN2_LO - 0.5 * square
     return (f + tail) + exponent * LN2_HI
 
 
-def _split(y: Tensor) -> tuple[Tensor, Tensor]:
+def _split(y: Array) -> tuple[Array, Array]:
     """y = (1 + f) * 2^e with 1 + f in [sqrt(1/2), sqrt(2)), exactly."""
-    bits = y.view(torch.int32)
+    lib = _lib(y)
+    bits = y.view(lib.int32)
     exponent = (bits - SQRT_HALF_BITS) >> 23
-    return (bits - (exponent << 23)).view(torch.float32) - 1.0, exponent.float()
+    f = (bits - (exponent << 23)).view(lib.float32) - 1.0
+    return f, lib.asarray(exponent, dtype=lib.float32)
 
 
-def gumbel(bits: Tensor) -> Tensor:
+def gumbel(bits: Array) -> Array:
     """Standard Gumbel noise of a 32-bit hash: -log(-log(1 - u)), u = (bits + 1/2) / 2^32; fp32."""
-    u = (bits.float() + 0.5) * 2.0**-32
-    rest = ((_U32 - bits).float() + 0.5) * 2.0**-32  # 1 - u, with its own full precision
+    lib = _lib(bits)
+    u = (lib.asarray(bits, dtype=lib.float32) + 0.5) * 2.0**-32
+    # 1 - u, with its own full precision
+    rest = (lib.asarray(_U32 - bits, dtype=lib.float32) + 0.5) * 2.0**-32
     f, exponent = _split(rest)
     small = u < SMALL_U
-    waiting = -_log(torch.where(small, -u, f), exponent.masked_fill(small, 0.0))
+    waiting = -_log(lib.where(small, -u, f), exponent * ~small)
     return -_log(*_split(waiting))
 
 

@@ -175,7 +175,7 @@ def test_start_from_target_copies_what_the_target_knows():
     taps = torch.randn(5, 3 * config.hidden_size)
     torch.testing.assert_close(drafter.fuse(taps), taps[:, 2 * config.hidden_size :])
     x = torch.randn(5, config.hidden_size)
-    normed = drafter._norm(x, drafter.norm_post)
+    normed = drafter._norm(x, "norm_post")
     gate, up = (normed @ drafter.gate_up.T).chunk(2, -1)
     ours = (torch.nn.functional.silu(gate) * up) @ drafter.down.T
     torch.testing.assert_close(ours, last.mlp(last.post_attention_layernorm(x)))

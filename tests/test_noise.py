@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import assert_same, chi_square, chi_square_limit, hard_batch, keys
@@ -69,10 +70,16 @@ def test_noise_is_the_float64_formula_even_at_the_ends():
 
 def test_fast_bits_are_the_hash_and_dtype_default_does_not_matter():
     k, positions = keys(3), torch.tensor([0, 9, 2**40])
-    words = K.row_words(k, positions)
-    h, shifted = torch.empty(2, 3, 1000, dtype=torch.int32)
-    kernels_cpu._fast_bits(*words, kernels_cpu._token_half(1000), h, shifted)
-    assert torch.equal(h.long() & U32, K.hash_bits(k, positions, torch.arange(1000)))
+    words = np.array(list(map(K.row_words, k.tolist(), positions.tolist())))
+    h, shifted = np.empty((2, 3, 1000), dtype=np.uint32)
+    kernels_cpu._fast_bits(words, kernels_cpu._token_half(1000), h, shifted)
+    want_bits = K.hash_bits(k, positions, torch.arange(1000))
+    assert h.tolist() == want_bits.tolist()
+    # NumPy arrays give the noise that tensors give.
+    token_bits = K.token_bits(words[:, :1], words[:, 1:], np.arange(1000))
+    assert token_bits.tolist() == want_bits.tolist()
+    noise = torch.from_numpy(K.gumbel(token_bits))
+    assert torch.equal(noise.view(torch.int32), K.gumbel(want_bits).view(torch.int32))
     batch = hard_batch(31)
     want = K.coupled_verify(**batch)
     torch.set_default_dtype(torch.float64)
