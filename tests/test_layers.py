@@ -54,7 +54,7 @@ ALLOWED = {
     "rl": {"config", "distill", "draft", "drafter", "eagle3", "events", "export", "guards",
            "kernels", "linear", "models", "ngram", "spec", "spot", "target", "weights"},
     "launch": {"report", "page", "swap"},
-    "stop": {"config", "launch"},
+    "stop": {"config", "launch", "weights"},
     "run": {"config", "distill", "drafter", "eagle3", "export", "events", "kernels", "models",
             "report", "rewards", "rl", "spec", "spot", "stop", "swap", "tasks", "tensorfile"},
     # commands
