@@ -269,10 +269,10 @@ def finish(run_dir: Path) -> dict[str, Any]:
     written.
     """
     from minitlt.page import render_report
-    from minitlt.report import print_summary, read_events, summarize
+    from minitlt.report import has_ended, print_summary, read_events, summarize
 
     events = read_events(run_dir / "events.jsonl")
-    if [e["event"] for e in events if e["event"] in ("run", "summary")][-1:] != ["summary"]:
+    if not has_ended(events):
         raise RunFailed(f"the ranks left before the run was done (their output: {run_dir}/logs)")
     summary = summarize(events)
     try:

@@ -97,6 +97,10 @@ def same(left, right):
     return left.keys() == right.keys() and all(torch.equal(t, right[n]) for n, t in left.items())
 
 
+def names_of(folder):
+    return [e["event"] for e in read_events(folder / "events.jsonl")]
+
+
 def steps_of(folder):
     return [e["step"] for e in read_events(folder / "events.jsonl") if e["event"] == "update"]
 
@@ -121,14 +125,17 @@ def test_a_run_stopped_in_its_end_or_already_done_is_not_trained_further(
     assert done.exit_code == 130
     assert f"stopped; --resume {cut} goes on from checkpoint-3" in done.stderr
     (cut / "policy" / "model.safetensors").unlink()
-    for _ in range(2):  # the second time the run is done already
+    starts = ["run", "run", "summary"]
+    for _ in range(2):  # the second time the run is done already, and logs nothing
         done = train(cut, "--resume", cut)
         assert done.exit_code == 0, done.exception
         assert steps_of(cut) == [1, 2, 3]
         assert same(policy(cut), policy(whole))
-        assert read_events(cut / "events.jsonl")[-1]["event"] == "summary"
+        assert [e for e in names_of(cut) if e in ("run", "summary")] == starts
+        assert names_of(cut)[-1] == "summary"
     assert train(cut, "--resume", cut, "--max_steps", "4").exit_code == 0
     assert steps_of(cut) == [1, 2, 3, 4]
+    assert [e for e in names_of(cut) if e in ("run", "summary")] == [*starts, "run", "summary"]
 
 
 def test_a_policy_that_diverged_is_not_saved_and_the_run_goes_on_from_before(
