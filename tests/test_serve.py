@@ -233,7 +233,8 @@ def test_prompts_are_encoded_as_their_turn_comes(model_dir, monkeypatch):
     [
         ("", "holds no prompts"),
         ("\n{\n", "line 2: not JSON"),
-        ('{"prompt": "a"}\n{"text": "b"}\n', "line 2: no 'prompt', only text"),
+        ('{"prompt": "a"}\n{"text": "b"}\n', r"line 2: no 'prompt'; it has \['text'\]"),
+        ('{"\\n": 1}', r"line 1: no 'prompt'; it has \['\\n'\]"),
         ('{"prompt": ""}', "line 1: the prompt must be text or messages"),
         ('{"prompt": [{"role": "user"}]}', "line 1: the prompt must be text or messages"),
         ("7", "line 1: the prompt must be text or messages"),
