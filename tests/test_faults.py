@@ -55,7 +55,7 @@ def raising_reward(completions, **_):
 
 
 def short_reward(completions, **_):
-    return [1.0]
+    return plain_reward(completions)[: None if "MENDED" in os.environ else 1]
 
 
 def nan_reward(completions, **_):
@@ -79,10 +79,10 @@ def dawdling_reward(completions, **_):
 
 
 def starved_reward(completions, **_):
-    """... and the drafter's train step finds no memory."""
+    """... and the drafter's train step asks for more memory than any machine has."""
 
     def starve(*_):
-        raise torch.OutOfMemoryError("no memory left")
+        return torch.empty(1 << 50)
 
     DrafterTrainer.train_step = starve
     return dawdling_reward(completions)
@@ -263,12 +263,12 @@ class Run:
         return self.process.returncode, [s for s in stderr.splitlines() if s.startswith("minitlt:")]
 
 
-def resume(folder, *words, disk=None):
+def resume(folder, *words, disk=None, **environment):
     """The run goes on to its end; returns the step at which it went on."""
     found = last_checkpoint(folder)
     before = read_events(folder / "events.jsonl")
     name, sees = (disk.folder, disk.before) if disk else (folder, ())
-    again = Run(folder, "--resume", name, *words, before=sees)
+    again = Run(folder, "--resume", name, *words, before=sees, **environment)
     code, lines = again.end()
     assert code == 0, lines
     events = read_events(folder / "events.jsonl")
@@ -454,6 +454,7 @@ def test_a_reward_of_the_wrong_length_ends_the_run(recipe, tmp_path):
     code, lines = run.end()
     assert code == 1 and len(lines) == 1
     assert "'short_reward' returned 1 values for 4 completions" in lines[0]
+    assert resume(tmp_path / "run", MENDED="1") == 0
 
 
 def test_a_full_disk_ends_the_run_with_its_reason(recipe, tmp_path):
