@@ -119,7 +119,7 @@ def train(options: argparse.Namespace) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="drafter-bench-")) / "run"
     third = max(options.steps // 3, 1)
     command = [
-        sys.executable, "-m", "minitlt.cli", "train", "01_smollm2_cpu", "--run-dir", str(folder),
+        sys.executable, "-m", "minitlt", "train", "01_smollm2_cpu", "--run-dir", str(folder),
         "--nproc", "2", "--max_steps", str(options.steps), "--save_steps", str(third),
         "--save_total_limit", "9", "--save_only_model", "true",
         "--model_name_or_path", options.model,

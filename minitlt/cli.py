@@ -202,7 +202,7 @@ def _train_parent(settings: Any, run_dir: Path, resume: bool) -> None:
         last_checkpoint(run_dir)  # says why there is no going on
         print(way_on(run_dir))
     claim = open_run_folder(run_dir, settings.as_yaml())
-    command = [sys.executable, *launcher, "-m", "minitlt.cli", "train", "--run-dir", str(run_dir)]
+    command = [sys.executable, *launcher, "-m", "minitlt", "train", "--run-dir", str(run_dir)]
     command += ["--resume", str(run_dir)] if resume else ["--config", str(run_dir / "config.yaml")]
     print(f"run folder: {run_dir}")
     try:

@@ -26,6 +26,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ class EventLog:
         except OSError as error:
             if not self._said_broken:
                 said = f"cannot write {self.path} ({error}); the run goes on"
-                print(f"minitlt: {said}", file=sys.stderr)
+                with suppress(OSError):  # of a rank this goes to a file as well
+                    print(f"minitlt: {said}", file=sys.stderr)
             self._said_broken = True
 
     def close(self) -> None:

@@ -198,6 +198,8 @@ def _wait(
     passed_on, deadline = False, math.inf
     while True:
         codes = [process.poll() for process in processes]
+        if asked:  # one that had just been started heard it as Python itself does
+            codes = [130 if code == -signal.SIGINT else code for code in codes]
         stopped = 130 in codes  # an error that comes later is about the rank that has left
         if failed := [(c, rank) for rank, c in enumerate(codes) if c not in (None, 0, 130)]:
             return None if asked and stopped else min(failed)[1]  # killed before missing it
@@ -269,10 +271,10 @@ def finish(run_dir: Path) -> dict[str, Any]:
     written.
     """
     from minitlt.page import render_report
-    from minitlt.report import print_summary, read_events, summarize
+    from minitlt.report import has_ended, print_summary, read_events, summarize
 
     events = read_events(run_dir / "events.jsonl")
-    if [e["event"] for e in events if e["event"] in ("run", "summary")][-1:] != ["summary"]:
+    if not has_ended(events):
         raise RunFailed(f"the ranks left before the run was done (their output: {run_dir}/logs)")
     summary = summarize(events)
     try:

@@ -34,6 +34,11 @@ def run_seconds(events: list[Event]) -> list[float]:
     return seconds
 
 
+def has_ended(events: list[Event]) -> bool:
+    """Whether the last start of the run came to its end."""
+    return [e["event"] for e in events if e["event"] in ("run", "summary")][-1:] == ["summary"]
+
+
 def by_step(events: Iterable[Event], name: str) -> dict[int, list[Event]]:
     """Events called `name` as step -> one per rank, in rank order.
 

@@ -60,7 +60,7 @@ from minitlt.events import EventLog, read_events
 from minitlt.export import import_drafter
 from minitlt.kernels import row_key
 from minitlt.models import HubUnreachable, resolve_drafter, resolve_model
-from minitlt.report import summarize
+from minitlt.report import has_ended, summarize
 from minitlt.rewards import resolve_rewards
 from minitlt.rl import MiniTLTTrainer, refuse_bypasses, sampling_params
 from minitlt.spec import Arm, RolloutEngine, SamplingParams
@@ -281,8 +281,7 @@ def train(prepared: Prepared, run_dir: Path, resume: bool = False) -> None:
     log = EventLog(run_dir / "events.jsonl", rank)
     stop = StopCallback(run_dir)
     trainer = _make_trainer(prepared, log)
-    if rank == 0:
-        _write_run_event(log, prepared, trainer)
+    begin = partial(_write_run_event, log, prepared, trainer)
     stop.listen(trainer.speculation.spot.close)
     start = last_checkpoint(run_dir) if resume else None
     if start:
@@ -290,12 +289,14 @@ def train(prepared: Prepared, run_dir: Path, resume: bool = False) -> None:
     if resume and rank == 0:  # newer ones are torn; written over file by file they would seem whole
         for torn in takewhile(lambda path: path != start, checkpoints(run_dir / "checkpoints")):
             shutil.rmtree(torn, ignore_errors=True)
-    trainer.add_callback(StateCallback(trainer))
-    trainer.add_callback(stop)
+    trainer.add_callback(stop)  # first: it says when nothing is left to do
+    trainer.add_callback(StateCallback(trainer, begin))
     try:
         try:
             trainer.train(resume_from_checkpoint=str(start) if start else None)
         except AlreadyTrained:
+            if not has_ended(read_events(log.path)):  # it was stopped while it wrote its results
+                begin()
             if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
                 trainer._load_best_model()
         _finish(trainer, run_dir, log, stop)
@@ -353,6 +354,8 @@ def hub_dataset(prepared: Prepared, split: str) -> Any:
 
 
 def _write_run_event(log: EventLog, prepared: Prepared, trainer: MiniTLTTrainer) -> None:
+    if log.rank:
+        return
     names = ("minitlt", "torch", "transformers", "trl", "accelerate", "triton", "safetensors")
     versions = {name: version for name in names if (version := version_of(name))}
     target = trainer.speculation.engine.target
@@ -381,10 +384,10 @@ def _finish(trainer: MiniTLTTrainer, run_dir: Path, log: EventLog, stop: StopCal
     if trainer.accelerator.is_main_process:
         save_drafter(run_dir / "drafter", trainer.speculation.drafter)
     stop.obey(trainer.args.device)
-    if trainer.accelerator.is_main_process:
+    if trainer.accelerator.is_main_process and not has_ended(events := read_events(log.path)):
         same = trainer.rollout_config.verify == "coupled"  # plain would give these very tokens
         measured = compare_plain(trainer) if trainer.last_prompts and same else {}
-        log.write("summary", **{**summarize(read_events(run_dir / "events.jsonl")), **measured})
+        log.write("summary", **{**summarize(events), **measured})
     trainer.accelerator.wait_for_everyone()  # ranks of NCCL must end their group together
     trainer.accelerator.end_training()
 
@@ -424,10 +427,13 @@ class StateCallback(TrainerCallback):
     The drafter is written, and all is made whole, by a thread: training goes on meanwhile.
     """
 
-    def __init__(self, trainer: MiniTLTTrainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: MiniTLTTrainer, begin: Callable[[], Any] = lambda: None) -> None:
+        self.trainer, self.begin = trainer, begin
         self.limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
         self.writing: Future[None] | None = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.begin()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.on_train_end()

@@ -157,7 +157,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _prompt(value: Any, where: str) -> Prompt:
     if isinstance(value, dict):
         if "prompt" not in value:
-            raise ValueError(f"{where}: no 'prompt', only {', '.join(sorted(value)) or 'nothing'}")
+            raise ValueError(f"{where}: no 'prompt'; it has {sorted(value)}")
         value = value["prompt"]
     if not is_prompt(value):
         raise ValueError(f"{where}: the prompt must be text or messages with role and content")

@@ -15,9 +15,10 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from transformers import TrainerCallback
 from minitlt.common import is_whole
 from minitlt.config import ConfigError, read_mapping
 from minitlt.launch import REPEAT_SECONDS, STOP_FILE, RunFailed
+from minitlt.weights import full_parameters, is_zero3
 
 ORPHAN_SECONDS = 40.0  # for the current step and a checkpoint, once the launcher is gone
 
@@ -120,15 +122,29 @@ class StopCallback(TrainerCallback):
         wish = bool(self.asked) or (self.run_dir / STOP_FILE).exists()
         asked, diverged = _any_rank(args.device, wish, not _is_finite(model))
         if diverged:
-            self._close()  # the checkpoint before this step may just be written
-            raise RunFailed(
-                f"after step {state.global_step} the policy's weights are not finite: it has "
-                f"diverged, and this step is not saved; {way_on(self.run_dir)}; a lower "
-                "learning_rate may help"
-            )
+            self._refuse(state.global_step)
         if asked:
             self.asked = self.asked or time.monotonic()
             control.should_save = control.should_training_stop = True
+        self.on_epoch_end(args, state, control, model)
+
+    def on_epoch_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Before a checkpoint. ZeRO-3 shows nothing of the weights unless they are gathered, which
+        is done for what is saved anyway; if nothing is saved the engine's refresh sees them."""
+        if control.should_save and is_zero3(next(model.parameters())):
+            try:
+                deque(full_parameters(model), maxlen=0)
+            except FloatingPointError:
+                self._refuse(state.global_step)
+
+    def _refuse(self, step: int) -> NoReturn:
+        self._close()  # the checkpoint before this step may just be written
+        raise RunFailed(
+            f"after step {step} the policy's weights are not finite: it has diverged, and this "
+            f"step is not saved; {way_on(self.run_dir)}; a lower learning_rate may help"
+        )
 
 
 def _any_rank(device: torch.device, *flags: bool) -> list[bool]:

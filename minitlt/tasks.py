@@ -167,7 +167,7 @@ def _gym_rows(
         except Exception as error:  # third-party generators raise anything, often AssertionError
             raise ValueError(
                 f"task {short!r} cannot be generated with {options}: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {one_line(error)}"
             ) from error
     rows = [
         {"prompt": style.prompt(entry["question"]), "answer": str(entry["answer"]), "entry": index}

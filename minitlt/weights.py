@@ -28,8 +28,11 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Every rank must iterate to the end, in the same order: DTensors (FSDP2) and ZeRO-3 shards, a
     LoRA layer's A and B among them, are gathered by a collective each. LoRA deltas are added out
     of place in fp32, so the base weights are never touched. Gradients do not flow.
+
+    Raises FloatingPointError, on every rank and at the end, if ZeRO-3's weights are not finite:
+    nobody sees them anywhere else (`stop.py` looks at all others after every step).
     """
-    layers = _adapted_layers(model)
+    layers, sums = _adapted_layers(model), []
     for name, parameter in model.named_parameters():
         if "lora_" in name or ".original_module." in name:
             continue
@@ -46,9 +49,13 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     raise RuntimeError(f"{name} is {tuple(full.shape)} and its LoRA delta is "
                                        f"{tuple(delta.shape)}")  # fmt: skip
                 full = full.float() + delta
+            if is_zero3(parameter):
+                sums.append(full.sum(dtype=torch.float32))  # neither nan nor inf gets lost in it
             yield clean, full
     if layers:
         raise ConfigError(f"{min(layers)}: LoRA on a weight that is tied is not supported")
+    if sums and not torch.stack(sums).isfinite().all():
+        raise FloatingPointError("the policy's weights are not finite: it has diverged")
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -77,9 +84,13 @@ def _whole(parameter: nn.Parameter) -> Tensor:
     return whole
 
 
+def is_zero3(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_id")
+
+
 def _gathered(parameters: list[nn.Parameter]) -> Any:
     """Context in which ZeRO-3 parameters are whole; nothing to do for others."""
-    if not hasattr(parameters[0], "ds_id"):
+    if not is_zero3(parameters[0]):
         return nullcontext()
     import deepspeed
 

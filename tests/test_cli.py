@@ -70,7 +70,7 @@ BENCHMARKS = ("rollout", "step", "kernels", "drafter", "match_rate", "model")
 )  # train and generate have most options
 def test_help_is_fast(command):
     """Under half a second of one core, whatever else the machine does meanwhile."""
-    words = [sys.executable, "-m", "minitlt.cli", *command.split(), "--help"]
+    words = [sys.executable, "-m", "minitlt", *command.split(), "--help"]
     before = os.times()
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     after = os.times()
@@ -78,6 +78,29 @@ def test_help_is_fast(command):
     assert command in done.stdout
     used = after.children_user - before.children_user
     assert used + after.children_system - before.children_system < 0.5  # 0.2 s on an idle machine
+
+
+INSTALLED = "from minitlt.__main__ import main; main()"  # as pip's own script does it
+
+
+@pytest.mark.parametrize("start", [["-m", "minitlt"], ["-c", INSTALLED]])
+def test_ctrl_c_is_heard_while_the_command_itself_is_loaded(tmp_path, start):
+    """It comes in the first of its many imports."""
+    (tmp_path / "typer.py").write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "time.sleep(60)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *start, "recipes"],
+        env=environment(PYTHONPATH=path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize(

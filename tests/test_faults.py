@@ -9,7 +9,6 @@ its recipe. Run: pytest -m slow tests/test_faults.py
 import contextlib
 import gc
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,9 @@ import psutil
 import pytest
 import torch
 import yaml
+from disks import small_disk
 from tiny import save_tiny_model
+from transformers import TrainerCallback
 
 import minitlt.run
 from minitlt.distill import DrafterTrainer
@@ -42,6 +43,9 @@ def plain_reward(completions, **_):
 
 
 def slow_reward(completions, **_):
+    if marks := os.environ.get("MARKS"):  # a folder that tells which step has come to its reward
+        step = the_trainer().state.global_step + 1
+        Path(marks, f"{step}-{os.environ['RANK']}").touch()
     time.sleep(3.0)
     return plain_reward(completions)
 
@@ -51,7 +55,7 @@ def raising_reward(completions, **_):
 
 
 def short_reward(completions, **_):
-    return [1.0]
+    return plain_reward(completions)[: None if "MENDED" in os.environ else 1]
 
 
 def nan_reward(completions, **_):
@@ -62,22 +66,26 @@ def hanging_reward(completions, **_):
     time.sleep(3600)
 
 
-def starved_reward(completions, **_):
-    """From the second generation on, the drafter's train step finds no memory.
-
-    The ranks take turns being late from here on, so that each has an idle window.
-    """
-
-    def starve(*_):
-        raise torch.OutOfMemoryError("no memory left")
+def dawdling_reward(completions, **_):
+    """From the second generation on the ranks take turns being late: each has an idle window."""
 
     def dawdle(engine, *args, **options):
         out = GENERATE(engine, *args, **options)
         time.sleep(3.0 * (engine.policy_version % 2 == int(os.environ["RANK"])))
         return out
 
-    DrafterTrainer.train_step, RolloutEngine.generate = starve, dawdle
+    RolloutEngine.generate = dawdle
     return plain_reward(completions)
+
+
+def starved_reward(completions, **_):
+    """... and the drafter's train step asks for more memory than any machine has."""
+
+    def starve(*_):
+        return torch.empty(1 << 50)
+
+    DrafterTrainer.train_step = starve
+    return dawdling_reward(completions)
 
 
 def the_trainer():
@@ -93,6 +101,19 @@ def diverging_reward(completions, **_):
         mark.touch()
         with torch.no_grad():
             trainer.model.lm_head.weight.fill_(torch.nan)
+    return plain_reward(completions)
+
+
+def blinding_reward(completions, **_):
+    """Between the steps 1 and 2 the policy's head becomes NaN, and with it all logits."""
+
+    class Blind(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **_):
+            if state.global_step == 1:
+                model.lm_head.weight.data.fill_(torch.nan)
+
+    if (trainer := the_trainer()).state.global_step == 0:
+        trainer.add_callback(Blind())
     return plain_reward(completions)
 
 
@@ -222,8 +243,7 @@ class Run:
         assert not alive
         assert not any(folder.exists() for folder in self.folders)
         if self.hurt_at is None and self.process.returncode:
-            log = self.folder / "events.jsonl"  # gone with its disk in one case
-            self.hurt_at = read_events(log)[-1]["t"] if log.exists() else None
+            self.hurt_at = read_events(self.folder / "events.jsonl")[-1]["t"]
         if self.hurt_at is not None:
             assert time.time() - self.hurt_at < END_S
 
@@ -243,11 +263,12 @@ class Run:
         return self.process.returncode, [s for s in stderr.splitlines() if s.startswith("minitlt:")]
 
 
-def resume(folder, *words):
+def resume(folder, *words, disk=None, **environment):
     """The run goes on to its end; returns the step at which it went on."""
     found = last_checkpoint(folder)
     before = read_events(folder / "events.jsonl")
-    again = Run(folder, "--resume", folder, *words)
+    name, sees = (disk.folder, disk.before) if disk else (folder, ())
+    again = Run(folder, "--resume", name, *words, before=sees, **environment)
     code, lines = again.end()
     assert code == 0, lines
     events = read_events(folder / "events.jsonl")
@@ -379,6 +400,16 @@ def test_a_policy_that_diverged_ends_the_run_and_is_not_saved(recipe, tmp_path):
     assert resume(folder) == 1
 
 
+def test_a_policy_whose_logits_are_nan_ends_the_run(recipe, tmp_path):
+    folder = tmp_path / "run"
+    run = Run(folder, "--config", recipe("blinding_reward"), "--run-dir", folder)
+    code, lines = run.end()
+    assert code == 1 and len(lines) == 1
+    assert "all NaN" in lines[0]
+    assert [p.name for p in checkpoints(folder / "checkpoints")] == ["checkpoint-1"]
+    assert resume(folder) == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, "SIGTERM to all"])
 def test_interrupts_save_and_resume(recipe, tmp_path, number):
     """`to all`: as systemd and slurm do it, so that the ranks hear of it twice."""
@@ -423,35 +454,64 @@ def test_a_reward_of_the_wrong_length_ends_the_run(recipe, tmp_path):
     code, lines = run.end()
     assert code == 1 and len(lines) == 1
     assert "'short_reward' returned 1 values for 4 completions" in lines[0]
-
-
-def small_disk(folder, megabytes):
-    """Words before a command that give it a small disk of its own at `folder`; skips where the
-    kernel does not let users mount one."""
-    script = f'mount -t tmpfs -o size={megabytes}m tmpfs "{folder}" && exec "$@"'
-    before = ["unshare", "-rm", "sh", "-c", script, "sh"]
-    if not shutil.which("unshare") or subprocess.run([*before, "true"], check=False).returncode:
-        pytest.skip("no private mounts here")
-    return before
+    assert resume(tmp_path / "run", MENDED="1") == 0
 
 
 def test_a_full_disk_ends_the_run_with_its_reason(recipe, tmp_path):
-    """One checkpoint of some 2 MB fits, the second does not."""
+    """A checkpoint of some 2 MB fits, perhaps two, but not all; with more room the run goes on."""
     folder = tmp_path / "run"
     folder.mkdir()
-    run = Run(folder, "--config", recipe(), "--run-dir", folder, before=small_disk(folder, 5))
-    code, lines = run.end()
-    assert code == 1 and len(lines) == 1
-    assert "No space left on device" in lines[0]
+    with small_disk(folder, "5m") as disk:
+        run = Run(disk.look, "--config", recipe(), "--run-dir", folder, before=disk.before)
+        code, lines = run.end()
+        assert code == 1 and len(lines) == 1
+        assert "No space left on device" in lines[0]
+        disk.grow("64m")
+        assert resume(disk.look, disk=disk) > 0
+
+
+def test_a_log_without_room_does_not_hold_up_the_run(recipe, tmp_path):
+    """The disk is full from step 2 until step 3, with all that the ranks have to say on it."""
+    folder, marks = tmp_path / "run", tmp_path / "marks"
+    folder.mkdir(), marks.mkdir()
+    with small_disk(folder, "64m") as disk:
+        run = Run(disk.look, "--config", recipe("slow_reward", save_steps=100), "--run-dir", folder,
+                  before=disk.before, MARKS=str(marks))  # fmt: skip
+        run.wait_for("update", step=1)
+        filler, give_up = disk.fill(), time.monotonic() + PATIENCE_S
+        while len(list(marks.glob("3-*"))) < 2:
+            assert time.monotonic() < give_up and run.process.poll() is None
+            time.sleep(0.02)
+        filler.unlink()
+        assert run.end() == (0, [])
+        events = read_events(disk.look / "events.jsonl")
+        assert [e["step"] for e in events if e["event"] == "update"] == [1, 3, 4]
+        assert events[-1]["event"] == "summary" and events[-1]["steps"] == 4
+
+
+def test_a_drafter_without_room_is_not_published_and_the_run_goes_on(recipe, tmp_path):
+    folder = tmp_path / "run"
+    config = recipe("dawdling_reward", spot={"publish_seconds": 0.2})
+    with small_disk("/dev/shm", "64m") as disk:
+        run = Run(folder, "--config", config, "--run-dir", folder, before=disk.before)
+        run.wait_for("rollout_start", step=2)
+        filler = disk.fill()
+        assert run.end() == (0, [])
+        assert list(disk.look.iterdir()) == [filler]
+    events = read_events(folder / "events.jsonl")
+    guards = [e for e in events if e["event"] == "guard"]
+    assert {e["rank"] for e in guards if e["name"] == "publish_failed"} == {0, 1}
+    assert all("No space left" in e["message"] for e in guards if e["name"] == "publish_failed")
+    assert not [e for e in events if e["event"] == "publish" and e["step"] > 2]
+    assert max(e["step"] for e in events if e["event"] == "update") == 4
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused_at_once(recipe, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    before = small_disk(folder, 1)
-    before[4] = before[4].replace("-o size=1m", "-o size=1m,ro")
-    run = Run(folder, "--config", recipe(), "--run-dir", folder, before=before)
-    code, lines = run.end(refused=True)
+    with small_disk(folder, "1m", ",ro") as disk:
+        run = Run(disk.look, "--config", recipe(), "--run-dir", folder, before=disk.before)
+        code, lines = run.end(refused=True)
     assert code == 2 and len(lines) == 1
     assert "cannot be written: Read-only file system" in lines[0]
 

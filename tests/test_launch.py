@@ -109,6 +109,15 @@ def test_a_signal_that_comes_twice_at_once_lets_the_step_be_finished(ranks, tmp_
         assert "whole" in (tmp_path / "logs" / f"rank{rank}.log").read_text()
 
 
+def test_a_rank_that_was_just_started_may_be_told_to_stop(ranks, tmp_path):
+    """It does not listen yet, so the signal ends it; without a wish that is a failure."""
+    with pytest.raises(KeyboardInterrupt):
+        ranks(f"import os, time\n{READY}\ntime.sleep(60)", LEAVES, signals=[(0.0, signal.SIGINT)])
+    assert "whole" in (tmp_path / "logs" / "rank1.log").read_text()
+    with pytest.raises(RunFailed, match="rank 0 was ended by SIGINT"):
+        ranks("raise KeyboardInterrupt", "pass")
+
+
 @pytest.mark.parametrize("other", [LEAVES, STAYS])
 def test_a_step_that_does_not_end_is_ended(ranks, capfd, no_patience, other):
     with pytest.raises(KeyboardInterrupt):

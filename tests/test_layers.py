@@ -54,7 +54,7 @@ ALLOWED = {
     "rl": {"config", "distill", "draft", "drafter", "eagle3", "events", "export", "guards",
            "kernels", "linear", "models", "ngram", "spec", "spot", "target", "weights"},
     "launch": {"report", "page", "swap"},
-    "stop": {"config", "launch"},
+    "stop": {"config", "launch", "weights"},
     "run": {"config", "distill", "drafter", "eagle3", "export", "events", "kernels", "models",
             "report", "rewards", "rl", "spec", "spot", "stop", "swap", "tasks", "tensorfile"},
     # commands
@@ -66,9 +66,10 @@ ALLOWED = {
     "warmup": {"distill", "eagle3", "kernels", "rl", "run", "serve", "spec", "spot", "tasks"},
     "cli": {"compare", "config", "doctor", "launch", "models", "page", "report", "run", "serve",
             "simulate", "spec", "stop", "warmup"},
+    "__main__": {"cli"},
 }  # fmt: skip
 LIGHT = ["config", "models", "rewards", "tasks", "events", "report", "charts", "pictures", "page",
-         "simulate", "compare", "doctor", "cli"]  # fmt: skip
+         "simulate", "compare", "doctor", "cli", "__main__"]  # fmt: skip
 
 
 def imports(path):

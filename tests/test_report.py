@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -170,6 +171,16 @@ def test_full_disk_is_said_once_and_survived(capsys):
     log.write("note", message="b")
     said = capsys.readouterr().err
     assert said.count("cannot write /dev/full") == 1 and "the run goes on" in said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full (Linux)")
+def test_a_full_disk_is_survived_where_nobody_can_be_told(monkeypatch):
+    """What a rank says goes to a file beside the log."""
+    said = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    monkeypatch.setattr("sys.stderr", said)
+    EventLog("/dev/full", rank=0).write("note", message="a")
+    with suppress(OSError):
+        said.close()
 
 
 def test_write_after_close_does_not_raise(tmp_path, capsys):

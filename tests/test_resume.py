@@ -81,12 +81,12 @@ def state_of(trainer):
     return state
 
 
-def compare(model_dir, folder, **extra):
+def compare(model_dir, folder, stop_at=STOP_AT, **extra):
     """Runs three times; asserts that the resumed half ends where the whole one does."""
     whole, drawn = train(model_dir, folder / "whole", **extra)
-    cut, first = train(model_dir, folder / "cut", stop_at=STOP_AT, **extra)
-    assert cut.state.global_step == STOP_AT
-    checkpoint = folder / "cut" / "checkpoints" / f"checkpoint-{STOP_AT}"
+    cut, first = train(model_dir, folder / "cut", stop_at=stop_at, **extra)
+    assert cut.state.global_step == stop_at
+    checkpoint = folder / "cut" / "checkpoints" / f"checkpoint-{stop_at}"
     if "RANK" in os.environ:
         torch.distributed.barrier()  # rank 0 seals it
     assert run.is_whole(checkpoint) and (checkpoint / "minitlt" / "drafter.safetensors").exists()
@@ -118,6 +118,13 @@ def test_resume_in_the_middle_of_a_generation(model_dir, tmp_path):
     """Two optimizer steps per generation: step 3 trains on rows that were drawn before step 2."""
     checkpoint = compare(model_dir, tmp_path, num_iterations=2)
     assert "batch0.completion_ids" in read_tensors(checkpoint / "minitlt" / "rank0.safetensors")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop_at", [1, 2, 4])
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_resume_from_any_other_step(model_dir, tmp_path, stop_at, num_iterations):
+    compare(model_dir, tmp_path, stop_at=stop_at, num_iterations=num_iterations)
 
 
 def compare_on_a_rank(model_dir, folder):

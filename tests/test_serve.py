@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from disks import small_disk
 from models import tiny_model
 from tiny import tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -160,6 +161,28 @@ def test_a_killed_process_is_taken_up(model_dir, tmp_path):
     assert sorted(row["index"] for row in rows) == list(range(120))
 
 
+@pytest.mark.slow
+def test_a_full_disk_is_said_and_with_more_room_the_rest_is_made(model_dir, tmp_path):
+    prompts, folder = tmp_path / "in.jsonl", tmp_path / "disk"
+    prompts.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(120)))
+    folder.mkdir()
+    with small_disk(folder, "16k") as disk:
+        command = [*disk.before, sys.executable, "-m", "minitlt", "generate", "--max-rows", "4"]
+        command += ["--model", str(model_dir), "--prompts", str(prompts)]
+        command += ["--out", str(folder / "out.jsonl"), "--max-new-tokens", "60"]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        said = [line for line in done.stderr.splitlines() if line.startswith("minitlt:")]
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert len(said) == 1 and "the disk is full; make room and start again" in said[0]
+        *rows, torn = (disk.look / "out.jsonl").read_bytes().split(b"\n")
+        assert 0 < len(rows) < 120 and torn, "a row was written in part"
+        disk.grow("1m")
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        lines = (disk.look / "out.jsonl").read_bytes().splitlines()
+    assert lines[: len(rows)] == rows
+    assert sorted(json.loads(line)["index"] for line in lines) == list(range(120))
+
+
 def test_a_file_made_otherwise_is_refused(model_dir, tmp_path):
     out = tmp_path / "out.jsonl"
     rows = RowFile(out, PROMPTS, "T=1")
@@ -228,7 +251,8 @@ def test_prompts_are_encoded_as_their_turn_comes(model_dir, monkeypatch):
     [
         ("", "holds no prompts"),
         ("\n{\n", "line 2: not JSON"),
-        ('{"prompt": "a"}\n{"text": "b"}\n', "line 2: no 'prompt', only text"),
+        ('{"prompt": "a"}\n{"text": "b"}\n', r"line 2: no 'prompt'; it has \['text'\]"),
+        ('{"\\n": 1}', r"line 1: no 'prompt'; it has \['\\n'\]"),
         ('{"prompt": ""}', "line 1: the prompt must be text or messages"),
         ('{"prompt": [{"role": "user"}]}', "line 1: the prompt must be text or messages"),
         ("7", "line 1: the prompt must be text or messages"),

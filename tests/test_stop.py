@@ -96,6 +96,10 @@ def same(left, right):
     return left.keys() == right.keys() and all(torch.equal(t, right[n]) for n, t in left.items())
 
 
+def names_of(folder):
+    return [e["event"] for e in read_events(folder / "events.jsonl")]
+
+
 def steps_of(folder):
     return [e["step"] for e in read_events(folder / "events.jsonl") if e["event"] == "update"]
 
@@ -120,14 +124,17 @@ def test_a_run_stopped_in_its_end_or_already_done_is_not_trained_further(
     assert done.exit_code == 130
     assert f"stopped; --resume {cut} goes on from checkpoint-3" in done.stderr
     (cut / "policy" / "model.safetensors").unlink()
-    for _ in range(2):  # the second time the run is done already
+    starts = ["run", "run", "summary"]
+    for _ in range(2):  # the second time the run is done already, and logs nothing
         done = train(cut, "--resume", cut)
         assert done.exit_code == 0, done.exception
         assert steps_of(cut) == [1, 2, 3]
         assert same(policy(cut), policy(whole))
-        assert read_events(cut / "events.jsonl")[-1]["event"] == "summary"
+        assert [e for e in names_of(cut) if e in ("run", "summary")] == starts
+        assert names_of(cut)[-1] == "summary"
     assert train(cut, "--resume", cut, "--max_steps", "4").exit_code == 0
     assert steps_of(cut) == [1, 2, 3, 4]
+    assert [e for e in names_of(cut) if e in ("run", "summary")] == [*starts, "run", "summary"]
 
 
 def test_a_policy_that_diverged_is_not_saved_and_the_run_goes_on_from_before(
@@ -147,7 +154,7 @@ def test_a_policy_that_diverged_is_not_saved_and_the_run_goes_on_from_before(
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_one_bad_weight_is_found_if_it_is_trained(value, tmp_path):
-    stop, control = StopCallback(tmp_path), SimpleNamespace()
+    stop, control = StopCallback(tmp_path), SimpleNamespace(should_save=True)
     args, state = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(global_step=5)
     model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(0, 1), nn.Linear(2, 2)])
     stop.on_step_end(args, state, control, model=model)
@@ -157,7 +164,7 @@ def test_one_bad_weight_is_found_if_it_is_trained(value, tmp_path):
         stop.on_step_end(args, state, control, model=model)
     model[2].requires_grad_(False)
     stop.on_step_end(args, state, control, model=model)
-    assert not vars(control)
+    assert vars(control) == {"should_save": True}
 
 
 def test_a_run_without_a_checkpoint_goes_on_from_the_start(train, tmp_path, monkeypatch):

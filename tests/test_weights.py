@@ -18,7 +18,9 @@ from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from minitlt.config import ConfigError
+from minitlt.launch import RunFailed
 from minitlt.rl import full_parameters
+from minitlt.stop import StopCallback
 from minitlt.target import make_target
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL and torch warn about their own plans
@@ -154,20 +156,19 @@ def test_lora_that_would_be_lost_is_refused():
             list(full_parameters(model))
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_tied", "lora"])
-def test_zero3_parameters_are_gathered_one_at_a_time(monkeypatch, kind):
+@pytest.fixture
+def partition(monkeypatch):
     """The contract with deepspeed: a partitioned parameter (`ds_id`) is empty outside of
     GatheredParameters([parameter]) and whole inside; every rank enters it equally often. A LoRA
-    layer's A and B are gathered with its weight."""
-    model = base = tiny_model(kind, num_hidden_layers=2) if kind != "lora" else None
-    if kind == "lora":
-        model, base = with_lora("llama")
+    layer's A and B are gathered with its weight.
+
+    partition(model): the whole tensors by id, and the ids in the order of their gathering."""
     whole, entered, inside = {}, [], []
 
     @contextmanager
     def gathered(params, modifier_rank=None, fwd_module=None, enabled=True):
         assert modifier_rank is None and not inside  # read only, and never two at a time
-        assert len(params) == 1 or (kind == "lora" and len(params) == 3)
+        assert len(params) in (1, 3)
         for parameter in params:
             inside.append(parameter)
             entered.append(parameter.ds_id)
@@ -179,18 +180,67 @@ def test_zero3_parameters_are_gathered_one_at_a_time(monkeypatch, kind):
     fake = types.ModuleType("deepspeed")
     fake.zero = types.SimpleNamespace(GatheredParameters=gathered)
     monkeypatch.setitem(sys.modules, "deepspeed", fake)
+
+    def go(model):
+        for number, parameter in enumerate(model.parameters()):
+            parameter.ds_id, whole[number] = number, parameter.detach()
+            parameter.data = torch.empty(0)
+        return whole, entered
+
+    return go
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_tied", "lora"])
+def test_zero3_parameters_are_gathered_one_at_a_time(partition, kind):
+    model = base = tiny_model(kind, num_hidden_layers=2) if kind != "lora" else None
+    if kind == "lora":
+        model, base = with_lora("llama")
     target = make_target(base, weights=full_parameters(model))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
     want = own_logits(model)
-    for number, parameter in enumerate(model.parameters()):
-        parameter.ds_id, whole[number] = number, parameter.detach()
-        parameter.data = torch.empty(0)
+    whole, entered = partition(model)
     target.refresh(full_parameters(model))
     assert sorted(entered) == list(range(len(whole)))
     torch.testing.assert_close(logits_of(target), want, atol=1e-4, rtol=1e-4)
     assert all(p.numel() == 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_zero3_weights_that_diverged_are_neither_saved_nor_drawn_with(partition, tmp_path, value):
+    """No rank sees them unless they are gathered: before a checkpoint, and in the refresh. All
+    ranks gather to the end, so none is left waiting in a collective."""
+    model = tiny_model("llama", num_hidden_layers=2)
+    target = make_target(model)
+    whole, entered = partition(model)
+    stop, args = StopCallback(tmp_path), types.SimpleNamespace(device=torch.device("cpu"))
+    state, control = types.SimpleNamespace(global_step=5), types.SimpleNamespace(should_save=False)
+    ends = stop.on_step_end, stop.on_epoch_end
+
+    def saved(end):
+        entered.clear()
+        try:
+            end(args, state, control, model=model)
+        except RunFailed as error:
+            assert "after step 5 the policy's weights are not finite" in str(error)
+            assert sorted(entered) == list(range(len(whole)))
+            return False
+        return True
+
+    assert all(map(saved, ends)) and not entered
+    control.should_save = True
+    assert all(map(saved, ends)) and sorted(entered) == list(range(len(whole)))
+    target.refresh(full_parameters(model))
+    whole[3].flatten()[1] = value
+    assert not any(map(saved, ends))
+    entered.clear()
+    with pytest.raises(FloatingPointError, match="it has diverged"):
+        target.refresh(full_parameters(model))
+    assert sorted(entered) == list(range(len(whole)))
+    (tmp_path / "stop").touch()  # a wish to stop saves as well
+    control.should_save = False
+    assert not saved(stop.on_step_end)
 
 
 def test_a_delta_that_does_not_fit_ends_the_run():
