@@ -42,7 +42,6 @@ from minitlt.eagle3 import (
     DrafterConfig,
     Eagle3Drafter,
     Pack,
-    choose_vocab,
     file_header,
     product_dtype,
 )
@@ -490,3 +489,20 @@ class DrafterTrainer:
         self.buffer.load_state_dict(parts["buffer"])
         self._size = float(state["size"])
         self.random.set_state(state["random"].cpu())
+
+
+def choose_vocab(counts_W: Tensor, size: int, keep_V: Tensor | None = None) -> Tensor:
+    """The `size` most frequent token ids, ascending, int64 [size].
+
+    Ties, among them all tokens never seen, go to ids of `keep_V` (the vocabulary in use), then to
+    the lowest id, so that a refresh changes no more rows than it must.
+    """
+    if size > counts_W.numel():
+        raise ValueError(f"a draft vocabulary of {size} from {counts_W.numel()} tokens")
+    order = torch.arange(counts_W.numel())
+    if keep_V is not None:
+        kept = torch.zeros(counts_W.numel(), dtype=torch.bool)
+        kept[keep_V.cpu()] = True
+        order = order[(~kept).long().argsort(stable=True)]
+    by_count = counts_W.cpu()[order].argsort(descending=True, stable=True)
+    return order[by_count[:size]].sort().values
