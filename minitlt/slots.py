@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +167,8 @@ class Step:
         size = (shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, num_nodes)
         num_queries = size[1] * num_nodes
         padded = -(-num_queries // _QUERY_STEP) * _QUERY_STEP
-        new = partial(self.mask_BTS.new_zeros, dtype=dtype)
-        queries, mask = (
-            new(num_rows, size[0], padded, shape.head_dim),
-            new(num_rows, 1, padded, read),
-        )
+        mask = self.mask_BTS.new_zeros((num_rows, 1, padded, read), dtype=dtype)
+        queries = mask.new_zeros(num_rows, size[0], padded, shape.head_dim)
         heads = mask[:, 0, :num_queries].unflatten(1, size[1:])
         heads.masked_fill_(~self.mask_BTS[:, None], -torch.inf)
         self.queries = queries[:, :, :num_queries].unflatten(2, size[1:]).permute(0, 3, 1, 2, 4)
