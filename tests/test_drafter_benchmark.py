@@ -59,7 +59,10 @@ def test_swaps_are_ratios_of_sums():
 
 def test_a_swap_is_judged_by_the_tokens_behind_it():
     """100 tokens in 80 row-steps; with a swap after 20 tokens in 16, the other 80 took 40."""
-    old, new = SimpleNamespace(tokens=100, row_steps=80), SimpleNamespace(tokens=100, row_steps=56)
+    old, new = (
+        SimpleNamespace(step_tokens=100, row_steps=80),
+        SimpleNamespace(step_tokens=100, row_steps=56),
+    )
     got = bench.same_tokens(old, new, [(7, 20, 16), (9, 60, 40)])
     assert got == {"swap_accept_before": 80 / 64, "swap_accept_after": 80 / 40}
     assert bench.same_tokens(old, old, []) == {"swap_accept_before": 0.0, "swap_accept_after": 0.0}

@@ -174,24 +174,23 @@ def test_drafts_that_are_accepted_no_more_are_said(model_dir, tmp_path, saved):
 
 def test_some_nan_logits_are_counted_and_a_row_of_them_ends_the_run(trainer):
     target = trainer.speculation.engine.target
-    forward = target.forward
+    logits_of = target.logits
 
     def spoil(rows):
-        def spoiled(*args, **kwargs):
-            logits, taps = forward(*args, **kwargs)
-            if logits is not None:
-                logits[:, :, rows] = torch.nan
-            return logits, taps
+        def spoiled(hidden_BTH):
+            logits = logits_of(hidden_BTH)
+            logits[:, :, rows] = torch.nan
+            return logits
 
         return spoiled
 
     trainer.rollout_config.check_every = 0
-    target.forward = spoil(slice(90, 93))
+    target.logits = spoil(slice(90, 93))
     ids, _ = generate(trainer)
     expected = 3 * sum(map(len, ids))
     assert trainer.guards.counts == {"nan_logits": expected}
     assert len([e for e in trainer.event_log.lines if e["event"] == "guard"]) == 1
-    target.forward = spoil(slice(None))
+    target.logits = spoil(slice(None))
     with pytest.raises(RuntimeError, match=r"all NaN \(row 0, token 0\): its weights"):
         generate(trainer)
 

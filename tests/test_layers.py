@@ -29,7 +29,7 @@ ALLOWED = {
     "target": {"draft", "graphs", "linear", "slots"},
     "bandit": {"draft"},
     "sampling": {"draft", "kernels"},
-    "spec": {"bandit", "draft", "kernels", "sampling", "target"},
+    "spec": {"bandit", "draft", "kernels", "sampling", "slots", "target"},
     # the drafter and its training; spec and drafter never import each other
     "eagle3": {"draft", "kernels", "tensorfile"},
     "ngram": {"draft", "eagle3"},

@@ -333,7 +333,7 @@ def test_a_short_rank_harvests_its_idle_window(model_dir, tmp_path):
 
 def test_every_hot_swap_says_what_it_changed():
     """40 tokens in 20 row-steps, swap, 30 in 10, swap, 8 in 2."""
-    stats = SimpleNamespace(tokens=78, row_steps=32)
+    stats = SimpleNamespace(step_tokens=78, row_steps=32)
     parts = Speculation(SimpleNamespace(stats=stats), None, None, None, None)
     parts.swaps = [(7, 40, 20), (9, 70, 30)]
     first, second = parts.swap_results()
