@@ -349,7 +349,7 @@ class Eagle3Drafter(nn.Module):
     def attention_inputs(self, x_N2H: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, heads, D] and keys, both rotated, and values [N, kv heads, D]."""
         heads, kv = self.config.num_heads, self.config.num_kv_heads
-        qkv = self._heads(self._mm("qkv", x_N2H))
+        qkv = self._mm("qkv", x_N2H).unflatten(-1, (-1, self.config.head_dim))
         qk = self._rotate(qkv[..., : heads + kv, :], positions_N)
         return qk[..., :heads, :], qk[..., heads:, :], qkv[..., heads + kv :, :]
 
@@ -373,8 +373,7 @@ class Eagle3Drafter(nn.Module):
         drafter run on from there. Attention is computed document by document (block-diagonal).
         """
         h_NH = self.fuse(pack.features_NF)
-        x_N2H = self.mix(pack.tokens_N, h_NH)
-        q_NQD, k_NKD, v_NKD = self.attention_inputs(x_N2H, pack.positions_N)
+        q_NQD, k_NKD, v_NKD = self.attention_inputs(self.mix(pack.tokens_N, h_NH), pack.positions_N)
         at_M, q_MQD = pack.positions_N[pack.query_M], q_NQD[pack.query_M]
         h_MH, states = h_NH[pack.query_M], []
         later: list[tuple[Tensor, Tensor]] = []
@@ -424,24 +423,20 @@ class Eagle3Drafter(nn.Module):
         packable = self.fc.device.type == "cpu" and self.fc.dtype == torch.float32
         if not packable or not torch.backends.mkldnn.is_available():
             return
-        names = ["fc", "qkv", "out", "gate_up", "down"] + (["head"] if self.config.own_head else [])
-        for name in names:
+        for name in ["fc", "qkv", "out", "gate_up", "down"] + ["head"] * self.config.own_head:
             weight = getattr(self, name).detach().to(self._packed_dtype).contiguous()
             self._packed[name] = torch.ops.mkldnn._reorder_linear_weight(weight)
         # sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(eps H)) / sqrt(H)
-        size = torch.tensor(float(self.config.hidden_size))
-        norms = {"mix": torch.stack([self.norm_in, self.norm_h]), "norm": self.norm}
-        for name, weight in (norms | {"norm_post": self.norm_post}).items():
-            self._packed[name] = weight.detach() * size.sqrt()
-        self._packed["floor"] = (size * self.config.rms_norm_eps).sqrt()
+        mix, size = torch.stack([self.norm_in, self.norm_h]), self.config.hidden_size
+        for name, weight in (("mix", mix), ("norm_post", self.norm_post), ("norm", self.norm)):
+            self._packed[name] = weight.detach() * size**0.5
+        self._packed["floor"] = torch.tensor(self.config.rms_norm_eps * size).sqrt()
 
     def reserve_positions(self, num_positions: int) -> None:
         """Makes room in the rope table; grows by doubling."""
-        device = self.fc.device
-        if self._cos_sin is not None:
-            cos = self._cos_sin[0]
-            if cos.device == device and cos.shape[0] >= num_positions:
-                return
+        device, cos = self.fc.device, self._cos_sin[0] if self._cos_sin else None
+        if cos is not None and cos.device == device and cos.shape[0] >= num_positions:
+            return
         size = max(256, 1 << (num_positions - 1).bit_length())
         angle = torch.arange(size, dtype=torch.float32)[:, None] * self._inv_freq
         cos, sin = angle.cos() * self._rope_scale, angle.sin() * self._rope_scale
@@ -451,12 +446,8 @@ class Eagle3Drafter(nn.Module):
 
     def _rotate(self, x_NQD: Tensor, positions_N: Tensor) -> Tensor:
         assert self._cos_sin is not None, "reserve_positions() first"
-        cos_N1D = self._cos_sin[0][positions_N][..., None, :]
-        sin_N1D = self._cos_sin[1][positions_N][..., None, :]
+        cos_N1D, sin_N1D = (table[positions_N][..., None, :] for table in self._cos_sin)
         return torch.addcmul(x_NQD * cos_N1D, x_NQD.roll(self.config.head_dim // 2, -1), sin_N1D)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.config.head_dim))
 
     def _norm(self, x_NH: Tensor, name: str) -> Tensor:
         if self._packed:  # a CPU takes `rms_norm` apart into some ten operations; these are four
@@ -467,9 +458,8 @@ class Eagle3Drafter(nn.Module):
     def _mm(self, name: str, x: Tensor) -> Tensor:
         packed = self._packed.get(name)
         if packed is not None:
-            narrow = x.to(self._packed_dtype)
-            y = torch.ops.mkldnn._linear_pointwise(narrow, packed, None, "none", [], "")
-            return y.to(x.dtype)
+            args: Any = x.to(self._packed_dtype), packed, None, "none", [], ""
+            return torch.ops.mkldnn._linear_pointwise(*args).to(x.dtype)
         weight = self.target_rows() if name == "head" and self.head is None else getattr(self, name)
         # Under autocast the product is narrow; norms, residuals and attention stay as they are.
         return F.linear(x, weight.to(x.dtype)).to(x.dtype)
