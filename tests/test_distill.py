@@ -7,7 +7,7 @@ import torch
 from drafter_reference import H, W, make_drafter, random_row, reference
 from models import tiny_model
 
-from minitlt.distill import DrafterTrainer, ReplayBuffer, Window, make_pack
+from minitlt.distill import DrafterTrainer, ReplayBuffer, Window, choose_vocab, make_pack
 from minitlt.eagle3 import DrafterConfig, Eagle3Config, Eagle3Drafter
 
 
@@ -543,3 +543,13 @@ def test_what_is_merged_is_complete_from_the_start():
     assert other.version == 9 and torch.equal(other.drafter.fc, trainer.drafter.fc)
     with pytest.raises(ValueError, match="fc"):
         other.load({}, 1)
+
+
+def test_choose_vocab_by_hand():
+    counts = torch.tensor([0, 5, 0, 9, 1, 0, 5, 0])
+    assert choose_vocab(counts, 3).tolist() == [1, 3, 6]
+    assert choose_vocab(counts, 5).tolist() == [0, 1, 3, 4, 6]  # filled with the lowest unseen id
+    assert choose_vocab(counts, 5, torch.tensor([3, 5, 7])).tolist() == [1, 3, 4, 5, 6]
+    assert choose_vocab(counts, 2, torch.tensor([6])).tolist() == [3, 6]  # a tie stays in use
+    with pytest.raises(ValueError, match="8 tokens"):
+        choose_vocab(counts, 9)

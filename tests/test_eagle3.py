@@ -18,7 +18,6 @@ from minitlt.eagle3 import (
     DrafterConfig,
     Eagle3Config,
     Eagle3Drafter,
-    choose_vocab,
     default_taps,
     load_drafter,
     product_dtype,
@@ -188,16 +187,6 @@ def test_default_taps():
     assert default_taps(30) == (2, 15, 27)
     assert default_taps(4) == (2, 2, 1)
     assert default_taps(1) == (0, 0, 0)
-
-
-def test_choose_vocab_by_hand():
-    counts = torch.tensor([0, 5, 0, 9, 1, 0, 5, 0])
-    assert choose_vocab(counts, 3).tolist() == [1, 3, 6]
-    assert choose_vocab(counts, 5).tolist() == [0, 1, 3, 4, 6]  # filled with the lowest unseen id
-    assert choose_vocab(counts, 5, torch.tensor([3, 5, 7])).tolist() == [1, 3, 4, 5, 6]
-    assert choose_vocab(counts, 2, torch.tensor([6])).tolist() == [3, 6]  # a tie stays in use
-    with pytest.raises(ValueError, match="8 tokens"):
-        choose_vocab(counts, 9)
 
 
 @pytest.mark.parametrize(
