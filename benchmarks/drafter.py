@@ -138,6 +138,8 @@ def train(options: argparse.Namespace) -> Path:
 
 def facts(events: list[Event]) -> dict[str, Any]:
     """What kind of run this was."""
+    from minitlt.report import step_tokens
+
     ends = [e for e in events if e["event"] == "rollout_end"]
     updates = [e for e in events if e["event"] == "update"]
     third = max(len(updates) // 3, 1)
@@ -146,7 +148,8 @@ def facts(events: list[Event]) -> dict[str, Any]:
 
     def accept(which: list[int]) -> float:
         part = [e for e in ends if e["step"] in which]
-        return sum(e["tokens"] for e in part) / sum(e["tokens"] / e["accept_len"] for e in part)
+        tokens = [step_tokens(e) for e in part]
+        return sum(tokens) / sum(n / e["accept_len"] for n, e in zip(tokens, part, strict=True))
 
     return {
         "steps": len(updates),

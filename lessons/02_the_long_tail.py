@@ -68,7 +68,8 @@ axes.set(xlim=(0, last), xlabel="seconds")
 axes.set_title("Active rows of each rank (blue, full height = 16) until the last rank ends")
 show(figure, "02_tail")
 idle = sum(last - end for end in ends) / (last * len(ends))
-filled = sum(lengths) / sum(16 * rollout.stats.verify_steps for rollout in rollouts)
+passes = sum(rollout.stats.verify_steps for rollout in rollouts)
+filled = sum(rollout.stats.step_tokens for rollout in rollouts) / (16 * passes)
 print(f"{idle:.0%} of the ranks' seconds are idle;")
 print(f"while a rank decodes, {filled:.0%} of its 16 rows are active on average.")
 
@@ -89,7 +90,7 @@ for rollout in rollouts:
         spent.setdefault(bucket, [0.0, 0.0])[0] += end - start
 for rollout in rollouts:
     longest = max(len(tokens) for tokens in rollout.completion_ids)
-    for step in range(longest):
+    for step in range(1, longest):  # first tokens came with their prompts
         active = sum(len(tokens) > step for tokens in rollout.completion_ids)
         spent[1 << (active.bit_length() - 1)][1] += active
 total = sum(seconds for seconds, _ in spent.values())
@@ -139,6 +140,6 @@ solved = judge(check, idle_share)
 
 # %% [markdown]
 # **If it went wrong.** A rank's time is a sum over passes. In pass number k (from 0) the rows
-# with more than k tokens are active.
+# with more than k tokens are active. (The engine above has first tokens from the prompts' pass.)
 #
 # **Next.** Lesson 3 makes reading ahead *exact*: a wrong draft must never change the text.

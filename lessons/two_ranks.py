@@ -43,11 +43,12 @@ class Diary:
             self.proposer.reload()
         stats = engine.stats
         if stats.verify_steps % 10 == 0:
-            tokens, row_steps = stats.tokens - self.tokens, stats.row_steps - self.row_steps
+            tokens = stats.step_tokens - self.tokens
+            row_steps = stats.row_steps - self.row_steps
             self.log.write(
                 "rollout_progress", step=self.step, accept_len=tokens / row_steps, tokens=tokens
             )
-            self.tokens, self.row_steps = stats.tokens, stats.row_steps
+            self.tokens, self.row_steps = stats.step_tokens, stats.row_steps
 
     def open(self, step: int) -> None:
         self.step, self.tokens, self.row_steps = step, 0, 0

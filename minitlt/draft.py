@@ -58,6 +58,9 @@ class Taps:
         at = slice(row, row + 1), slice(start, stop)
         return Taps(self.features_BNF[at], self.hidden_BNH[at])
 
+    def clone(self) -> Taps:
+        return Taps(self.features_BNF.clone(), self.hidden_BNH.clone())
+
     def at(self, nodes_BD: Tensor) -> Taps:
         """Of some nodes of every row, e.g. those that decided each emitted token; -1 pads."""
         row_B1 = torch.arange(len(nodes_BD), device=nodes_BD.device)[:, None]

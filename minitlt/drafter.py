@@ -50,7 +50,7 @@ _READ_STEP = 128  # the cache is read in multiples of this many pairs
 _SOFTNESS = 1.5  # scale of the noise between the drafter's logits and the target's
 _STEP_PENALTY = 1e-4  # a child is never as confident as its parent, not even after rounding
 _FLOOR = -30.0  # log confidence of one step is not let below this
-_NEVER = -1e4  # log confidence of what can follow a stop token
+_NEVER = -1e3  # log confidence of what follows a stop token; a _STEP_PENALTY still counts in it
 
 
 class Sink(Protocol):

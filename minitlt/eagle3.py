@@ -450,7 +450,9 @@ class Eagle3Drafter(nn.Module):
         return torch.addcmul(x_NQD * cos_N1D, x_NQD.roll(self.config.head_dim // 2, -1), sin_N1D)
 
     def _norm(self, x_NH: Tensor, name: str) -> Tensor:
-        if self._packed:  # a CPU takes `rms_norm` apart into some ten operations; these are four
+        # A CPU takes `rms_norm` apart into some ten operations; these are four. A draft's bits may
+        # depend on its company (those of `hypot` do): no token does.
+        if self._packed:
             size_N1 = torch.linalg.vector_norm(x_NH, dim=-1, keepdim=True)
             return x_NH / torch.hypot(size_N1, self._packed["floor"]) * self._packed[name]
         return F.rms_norm(x_NH, x_NH.shape[-1:], getattr(self, name), self.config.rms_norm_eps)

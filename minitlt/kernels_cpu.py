@@ -1,7 +1,7 @@
 """The CPU path of `kernels`: the tokens of the definition, bit for bit, in a fraction of the time.
 
 Four ideas. (1) The token half of the hash is computed once per vocabulary, and the rest is uint32
-arithmetic, which wraps like the definition. (2) Gumbel-max is a race (`_race`): one divide per
+arithmetic, which wraps like the definition. (2) Gumbel-max is a race (`_run`): one divide per
 token shows which handful of tokens can still win, and only those pay for two logarithms. (3) The
 tree is walked level by level, so that a row of logits that no row reaches is never read. The
 temporaries of a row or two fit the L2 cache and are reused, which is worth as much as (2). (4) With
@@ -91,7 +91,7 @@ def _fast_bits(
 def _weigh(
     raw_nV: Tensor, divisors: list[float], limit_n1: Tensor | None, x_nV: Tensor, out_nV: Tensor
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """raw / T, clean (in x or raw itself); exp of it - max into out; the maxima, numbers of NaN."""
+    """raw / T, clean; exp(it - max) into out; the maxima; numbers of NaN. x is room to work in."""
     clean_nV, num_nan = raw_nV.float(), [0] * len(divisors)
     if any(divisor != 1.0 for divisor in divisors):
         divisor_n1 = torch.tensor(divisors, dtype=torch.float32)[:, None]
@@ -189,7 +189,8 @@ def _sample(
     race, num_rows = _run(rows, entropy), len(rows.pick)
     row_C, index_C = _finalists(race, k)
     # The handful that is left, by the definition.
-    at_C = torch.from_numpy(np.array(rows.pick)[row_C]), torch.from_numpy(index_C)
+    flat_C = np.array(rows.pick)[row_C]
+    at_C = torch.from_numpy(flat_C), torch.from_numpy(index_C)
     raw_C = rows.logits_RV[at_C].float().numpy()
     divisor_C = np.array(rows.divisors, dtype=np.float32)[row_C]
     x_C = y_C = _finite(raw_C / divisor_C)
@@ -198,7 +199,7 @@ def _sample(
             raw_C = rows.sample_RV[at_C].float().numpy()
         y_C = _finite(raw_C / divisor_C)
         if rows.thresholds_R is not None:
-            y_C[raw_C < rows.thresholds_R.numpy()[at_C[0]]] = -INF
+            y_C[raw_C < rows.thresholds_R.numpy()[flat_C]] = -INF
     score_C = y_C
     if any(rows.temperatures):
         ids_C = index_C if rows.ids_V is None else rows.ids_V.numpy()[index_C]

@@ -63,8 +63,14 @@ def ratio(pairs: Iterable[tuple[float, float]]) -> float | None:
 
 
 def _accept_pairs(ends: Iterable[Event]) -> list[tuple[float, float]]:
-    """(tokens, row-steps) of each rollout; row-steps are what its accept length divided by."""
-    return [(end["tokens"], end["tokens"] / end["accept_len"]) for end in ends if end["accept_len"]]
+    """(tokens that steps emitted, row-steps) of each rollout: its accept length as a ratio."""
+    pairs = [(step_tokens(end), end["accept_len"]) for end in ends]
+    return [(tokens, tokens / accept) for tokens, accept in pairs if accept]
+
+
+def step_tokens(end: Event) -> float:
+    """Tokens of a rollout but for those that came with their prompts."""
+    return sum(arm["tokens"] for arm in end.get("arms", {}).values()) or end["tokens"]
 
 
 def _plain_costs(ends: Iterable[Event]) -> dict[str, float]:

@@ -79,13 +79,14 @@ def _nearest(rows: int, known: Iterable[int]) -> int:
 
 
 def depth_by_rows(lengths: Iterable[int], slots: int) -> dict[int, int]:
-    """Active rows -> tokens of depth for which so many are active; free slots are refilled.
+    """Active rows -> plain steps for which so many are active; free slots are refilled. The first
+    rows have their first tokens from the prompts' own pass, which is no step.
 
-    >>> depth_by_rows([2, 5, 5], slots=3)
+    >>> depth_by_rows([3, 6, 6], slots=3)
     {3: 2, 2: 3}
     """
     waiting = list(lengths)[::-1]
-    active: list[int] = []  # the depth at which each row ends
+    active = sorted(waiting.pop() - 1 for _ in range(min(slots, len(waiting))))  # where rows end
     depth, result = 0, defaultdict[int, int](int)
     while waiting or active:
         while waiting and len(active) < slots:

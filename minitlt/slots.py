@@ -93,11 +93,8 @@ class SlotCache:
         # On a CPU, where pages that are not touched cost nothing, no read is ever cut short.
         self.length = reach(length) if self.device.type == "cpu" else -(-length // 128) * 128
         s = self.shape
-        self.layers, self._flat, self._all = (
-            [],
-            [],
-            torch.empty(0),
-        )  # free the old block before asking for a new
+        # The old block is free before a new one is asked for.
+        self.layers, self._flat, self._all = [], [], torch.empty(0)
         size = (s.num_layers, self.num_slots, 2 * s.num_kv_heads, self.length, s.head_dim)
         self._all = torch.zeros(size, dtype=self.dtype, device=self.device)
         self.layers = list(self._all)

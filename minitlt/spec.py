@@ -338,7 +338,7 @@ class RolloutEngine:
     def _commit(self, draft: Draft, verified: Verified, taps: Taps, *, step: bool = True) -> int:
         """Appends what was emitted, tells cache and drafters, retires finished rows.
 
-        Returns the number of tokens emitted. step: whether it took one.
+        Returns the number of tokens emitted. step: False for first tokens, which take none.
         """
         emitted, drafted = self._fetch(draft, verified)
         nums = [len(tokens) for tokens in emitted]
@@ -427,7 +427,7 @@ class RolloutEngine:
         first, num = len(self.active), min(len(self.waiting), self._num_slots - len(self.active))
         if not self.target.keeps_free_slots:
             self._held[first:] = [[]] * (self._num_slots - first)
-        alone = not any(self._held) and self.target.head_gives_logits
+        alone = not any(self._held) and self.target.splits_head
         ends: dict[int, Taps] = {}  # by slot: the taps of a prompt's last position, if `alone`
         firsts: list[Row] = []
         siblings: list[Row] = []
@@ -449,7 +449,6 @@ class RolloutEngine:
                 drafter.begin(slot, row.prompt, 0)
             self._share(source, slot, len(row.prompt) - 1)
             if alone:
-                self.target.copy_slot(source, slot, len(row.prompt))
                 ends[slot] = ends[source]
             self.active.append(row)
         for slot, row in enumerate(self.active[first:], first):
@@ -487,7 +486,7 @@ class RolloutEngine:
         return max(kept, self._common)
 
     def _share(self, src: int, dst: int, length: int) -> None:
-        self.target.copy_slot(src, dst, length)
+        self.target.copy_slot(src, dst, length + 1)  # the next one too: it may be a root's already
         for drafter in self.drafters:
             drafter.share(src, dst, length)
 
@@ -516,7 +515,7 @@ class RolloutEngine:
                     at = slot + top + i
                     if ends is not None and 0 < n == len(block[i]) - left:
                         n -= 1
-                        ends[at] = taps.part(i, n, n + 1)
+                        ends[at] = taps.part(i, n, n + 1).clone()  # the chunk need not stay
                     for drafter in self.drafters:
                         drafter.prefill(at, start + left, taps.part(i, 0, n))
                 if self.on_prefill:

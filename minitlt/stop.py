@@ -126,12 +126,15 @@ class StopCallback(TrainerCallback):
         if asked:
             self.asked = self.asked or time.monotonic()
             control.should_save = control.should_training_stop = True
-        self.on_epoch_end(args, state, control, model)
+        self._check_what_is_saved(state, control, model)
 
     def on_epoch_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Before a checkpoint. ZeRO-3 shows nothing of the weights unless they are gathered, which
+        self._check_what_is_saved(state, control, model)
+
+    def _check_what_is_saved(self, state: Any, control: Any, model: Any) -> None:
+        """Before a checkpoint (not one that save_strategy `best` decides on later). ZeRO-3 shows nothing of the weights unless they are gathered, which
         is done for what is saved anyway; if nothing is saved the engine's refresh sees them."""
         if control.should_save and is_zero3(next(model.parameters())):
             try:

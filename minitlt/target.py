@@ -53,10 +53,10 @@ Named = Iterable[tuple[str, Tensor]]
 
 
 class Target:
-    """What the engine needs of a target; `_forward`, `refresh` and the two weights differ."""
+    """What the engine needs of a target; forward, logits, refresh and the two weights differ."""
 
     backend: str
-    head_gives_logits = True  # of a tapped hidden state; False if its logits are more than that
+    splits_head = False  # whether `logits` gives what `forward` would, to the bit
     embed_weight: Tensor
     head_weight: Tensor
 
@@ -93,7 +93,7 @@ class Target:
         raise NotImplementedError
 
     def logits(self, hidden_BTH: Tensor) -> Tensor:
-        """The logits [B, T, V] of tapped hidden states, as `forward` gives them."""
+        """The logits [B, T, V] of tapped hidden states, where the target `splits_head`."""
         raise NotImplementedError
 
     def refresh(self, named: Named) -> None:
@@ -156,6 +156,7 @@ class LlamaTarget(Target):
     """
 
     backend = "fused"
+    splits_head = True
 
     def __init__(
         self,
@@ -440,7 +441,7 @@ class ModuleTarget(Target):
         self._scale = (up or 1.0) / (down or 1.0)
         self._hook()
         self.refresh(full_state(model) if weights is None else weights)
-        self.head_gives_logits = self._check_head()
+        self._head_gives_logits = self._check_head()
 
     @torch.no_grad()
     def _check_head(self) -> bool:
@@ -494,10 +495,6 @@ class ModuleTarget(Target):
         return (out.logits if logits else None), taps
 
     @torch.no_grad()
-    def logits(self, hidden_BTH: Tensor) -> Tensor:
-        return self.module.get_output_embeddings()(hidden_BTH)
-
-    @torch.no_grad()
     def refresh(self, named: Named) -> None:
         own = dict(self.module.named_parameters())
         missing = set(own)
@@ -515,7 +512,7 @@ class ModuleTarget(Target):
 
     @property
     def head_weight(self) -> Tensor:  # type: ignore[override]
-        if not self.head_gives_logits:
+        if not self._head_gives_logits:
             raise ValueError(
                 f"{self.module.config.model_type}: its logits are more than lm_head of the last "
                 "hidden state (soft-capped?), so no draft model can learn from it"

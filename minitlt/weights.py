@@ -55,7 +55,10 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     if layers:
         raise ConfigError(f"{min(layers)}: LoRA on a weight that is tied is not supported")
     if sums and not torch.stack(sums).isfinite().all():
-        raise FloatingPointError("the policy's weights are not finite: it has diverged")
+        raise FloatingPointError(
+            "the policy's weights are not finite: it has diverged; go on from the last checkpoint "
+            "(minitlt train --resume RUN) with a lower learning_rate"
+        )
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
