@@ -134,8 +134,9 @@ class StopCallback(TrainerCallback):
         self._check_what_is_saved(state, control, model)
 
     def _check_what_is_saved(self, state: Any, control: Any, model: Any) -> None:
-        """Before a checkpoint (not one that save_strategy `best` decides on later). ZeRO-3 shows nothing of the weights unless they are gathered, which
-        is done for what is saved anyway; if nothing is saved the engine's refresh sees them."""
+        """Before a checkpoint (not one that save_strategy `best` decides on later). ZeRO-3 shows
+        nothing of the weights unless they are gathered, which is done for what is saved anyway; if
+        nothing is saved the engine's refresh sees them."""
         if control.should_save and is_zero3(next(model.parameters())):
             try:
                 deque(full_parameters(model), maxlen=0)
