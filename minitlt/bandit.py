@@ -97,7 +97,7 @@ class Bandit:
         self,
         arms: Sequence[Arm],
         *,
-        epsilon: float = 0.05,
+        epsilon: float = 0.02,
         window: int = 40,
         tries: int = 4,
         seed: int = 0,
