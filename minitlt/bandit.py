@@ -84,20 +84,23 @@ class Bandit:
     it is judged there, unless it cannot win: more rows or more nodes never take less time. That
     bound is the break-even prior which keeps exploration cheap. Four row-steps may all be unlucky
     (with a draft that is right half of the time, one series in 16), so an arm is judged by what its
-    accept length may be: what was seen, and HOPE / sqrt(row-steps) more. When a drafter changes,
-    `renew` makes its arms prove themselves again, so that yesterday's acceptance does not bind.
+    accept length may be: what was seen, and HOPE / sqrt(row-steps) more. A rollout's texts are
+    alike, hard or easy, so at the next one's `begin` row-steps count half. Hope explores where it
+    may pay, so epsilon is 0 unless asked for: a random arm with 32 rows costs three plain steps.
+    When a drafter changes, `renew` makes its arms prove themselves again, so that yesterday's
+    acceptance does not bind. The constants: simulated on measured costs of steps (LOG.md).
     """
 
     PRIOR_ROWS = 16.0
     SLACK = 1.1
-    HOPE = 0.5  # tokens; half of the usual spread of a row's accepted drafts
-    MARGIN = 1.05  # over `off`: of many arms measured, the best looks better than it is
+    HOPE = 0.7  # tokens; somewhat less than the usual spread of a row's accepted drafts
+    MARGIN = 1.1  # over `off`: of many arms measured, the best looks better than it is
 
     def __init__(
         self,
         arms: Sequence[Arm],
         *,
-        epsilon: float = 0.02,
+        epsilon: float = 0.0,
         window: int = 40,
         tries: int = 4,
         seed: int = 0,
@@ -111,8 +114,12 @@ class Bandit:
         self._here: dict[tuple[int, str], deque[tuple[int, int]]] = {}
         self._seconds: dict[tuple[int, str], deque[float]] = {}
         self._anywhere: dict[str, deque[tuple[int, int]]] = {}
-        self._tried: dict[str, int] = {}  # row-steps by arm, forgotten ones too
+        self._tried: dict[str, float] = {}  # row-steps by arm; those of earlier rollouts fade
         self._medians: dict[tuple[int, str], float] = {}  # of _seconds, where known
+
+    def begin(self) -> None:
+        """A rollout begins."""
+        self._tried = {name: rows / 2 for name, rows in self._tried.items()}
 
     @staticmethod
     def bucket(active: int) -> int:

@@ -56,7 +56,7 @@ class RolloutConfig:
         "SOURCE-DEPTHxWIDTHbNODES; sources: ngram, eagle, merged",
     )
     verify: str = option("coupled", "coupled (same tokens as plain), or rejection (same law)")
-    epsilon: float = option(0.02, "share of steps on which the bandit explores")
+    epsilon: float = option(0.0, "share of steps with an arm at random; hope explores without it")
     window: int = option(40, "verify steps the bandit remembers per arm and bucket")
     max_rows: int = option(0, "rows decoded at once; 0 = all that fit the cache budget")
     cache_gb: float = option(0.0, "key/value cache budget in GiB; 0 = 60 % of a rank's free memory")

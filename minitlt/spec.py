@@ -233,6 +233,7 @@ class RolloutEngine:
         rows = self._rows_of(prompts, params, keys, temperatures, replay)
         self.params, self.stats, self.started = params, SpecStats(), time.perf_counter()
         self.waiting, self.active, self.num_rows = deque(rows), [], len(rows)
+        self.bandit.begin()
         if rows:
             self._reserve(rows)
         while self.waiting or self.active:

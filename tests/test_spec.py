@@ -450,6 +450,26 @@ def test_arms_have_one_spelling():
         RolloutEngine(target(), (), Bandit([Arm.parse("ngram-2")]))
 
 
+@pytest.mark.parametrize("new_rollouts", [True, False])
+def test_what_a_hard_text_said_of_an_arm_fades_with_the_next_rollouts(new_rollouts):
+    """One row, seconds and accept lengths as of SmolLM2: four row-steps of a hard text are all that
+    is known of the better arm."""
+    good, usual = Arm("eagle", 3, 2, 7), Arm("eagle", 1)
+    bandit = Bandit([Arm(), usual, good])
+    for arm, seconds in ((Arm(), 0.036), (usual, 0.040), (good, 0.053)):
+        for _ in range(4):
+            bandit.record(1, arm, 1, seconds)
+    tokens = {Arm(): [1], usual: [1, 2], good: [3, 3, 2]}
+    for step in range(300):
+        if new_rollouts and step % 15 == 0:
+            bandit.begin()
+        arm = bandit.choose(1)
+        bandit.record(
+            1, arm, tokens[arm][step % len(tokens[arm])], {1: 0.040, 3: 0.053}.get(arm.depth, 0.036)
+        )
+    assert (bandit.choose(1) == good) == new_rollouts
+
+
 def play(bandit, active, num, accept, seconds):
     """Picks of `num` steps where arms have these tokens per row and these seconds per step."""
     picks = []
