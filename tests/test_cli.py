@@ -263,7 +263,7 @@ def test_dry_run_prints_the_config_and_the_batch_algebra(config, tmp_path, monke
     assert "8 completions per generation" in done.stdout
     for option in ("rollout.epsilon: 0.0", "drafter.ttt_steps: ", "spot.publish_seconds: 2.0"):
         assert f"# {option}" in done.stdout  # every option of our blocks, and what it means
-    assert "(share of steps on which the bandit explores)" in done.stdout
+    assert "(share of steps with an arm at random; hope explores without it)" in done.stdout
     assert "save_strategy steps, seed 5" in done.stdout  # no name of an enum
     assert not list(tmp_path.iterdir())
 

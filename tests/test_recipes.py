@@ -173,12 +173,12 @@ def test_what_is_modelled_in_the_table_is_what_the_model_says(monkeypatch, capsy
         minutes, rest = re.fullmatch(r"(\d+) minutes; (.*)", line).groups()
         assert f"| {minutes}, modelled | modelled, not run: {rest}; " in rows[name]
         assert rows[name].endswith("| `--dry-run` only |")
-    # Two rows of 1 and 3 tokens, rates of 1 at full efficiency, nothing but bytes: 2 * 5 a
+    # Two rows of 1 and 3 steps, rates of 1 at full efficiency, nothing but bytes: 2 * 5 a
     # forward, and what is cached at the middle of each stretch, 1 byte a token.
     for constant, value in {"READ": 1.0, "MATH": 1.0, "HOST": 0.0, "DRAFT_HOST": 0.0}.items():
         monkeypatch.setattr(model, constant, value)
     tiny = model.Model(weights=5, layers=2, width=3, kv=1)
-    plain, drafted = model.Machine(1.0, 1e9).rollout(tiny, [1, 3], accept=10.0)
+    plain, drafted = model.Machine(1.0, 1e9).rollout(tiny, [2, 4], accept=10.0)
     assert plain == (10 + 2 * 0.5) + 2 * (10 + 1 * 2)
     assert drafted == pytest.approx((plain + 3 * model.DRAFTS * 2 * 10 / 2) / 10)
     assert model.Machine(1.0, 1.0).update(tiny, 2, 3, 5) == 5 * 6 * (2 * 5 + 2 * 2 * 3 * 3)

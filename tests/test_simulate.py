@@ -28,15 +28,16 @@ RECORDED = Path(__file__).parent / "data" / "two_ranks.jsonl"
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 8))
 def test_every_token_is_decoded_once(lengths, slots):
-    depth = depth_by_rows(lengths, slots)
-    assert sum(rows * tokens for rows, tokens in depth.items()) == sum(lengths)
-    assert max(depth) == min(slots, len(lengths))
-    assert sum(depth.values()) >= max(max(lengths), sum(lengths) / slots)
+    """The first rows' first tokens come with their prompts."""
+    depth, first = depth_by_rows(lengths, slots), min(slots, len(lengths))
+    assert sum(rows * tokens for rows, tokens in depth.items()) == sum(lengths) - first
+    assert max(depth) == first
+    assert sum(depth.values()) >= max(max(lengths) - 1, (sum(lengths) - first) / slots)
 
 
 def test_rows_leave_and_free_slots_are_refilled():
-    assert depth_by_rows([2, 5, 5], slots=3) == {3: 2, 2: 3}
-    assert depth_by_rows([1, 4, 3], slots=2) == {2: 4}
+    assert depth_by_rows([3, 6, 6], slots=3) == {3: 2, 2: 3}
+    assert depth_by_rows([2, 5, 3], slots=2) == {2: 4}
 
 
 def test_plain_costs_are_recovered_exactly():
@@ -61,16 +62,16 @@ def test_steps_from_known_costs():
         steps_per_idle=4.0,
     )
     got = replay(costs, [[[3, 5], [9, 9]]], slots=2)
-    assert got.plain == 10 + 9 * 3  # the rest: 1 s and 1 s per token of the longest
-    assert got.tlt == 10 + 9 + 0.5
-    assert got.perfect == 10 + (5 + 9) / 2
+    assert got.plain == 10 + 8 * 3  # the rest: 1 s and 1 s per token of the longest
+    assert got.tlt == 10 + 8 + 0.5
+    assert got.perfect == 10 + (4 + 8) / 2
     assert (got.idle, got.drafter_steps) == (4.0, 16.0)
 
 
 def test_a_rollout_that_feeds_two_steps_is_shared_by_them():
     """num_iterations = 2: rollout 10 s, twice a rest of 4 s, once a merge of 1 s."""
     costs = Costs({1: 1.0}, (1.0, 0.0), 0.0, (4.0, 0.0), 1.0, 0.0, updates=2.0)
-    got = replay(costs, [[[10], [6]]], slots=1)
+    got = replay(costs, [[[11], [7]]], slots=1)
     assert (got.plain, got.tlt, got.perfect) == (18 / 2, 19 / 2, 16 / 2)
     assert got.idle == 4 / 2
 
