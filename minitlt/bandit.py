@@ -11,7 +11,7 @@ import random
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from minitlt.draft import MAX_NODES
@@ -77,8 +77,10 @@ class Bandit:
     TLT takes the median of tokens per second. That is blind where it matters most: alone, a draft
     that is accepted 45 % of the time has the median of one that never is. Here an arm's value is
 
-        active * accept length / median seconds of a step in this bucket
+        active * accept length / usual seconds of a step in this bucket
 
+    where usual is the mean without the slowest tenth: first steps of a shape are slow, and a median
+    is blind again (copied drafts cost nothing in the steps in which no row has a match).
     Seconds belong to the bucket; acceptance hardly depends on company, so what other buckets saw
     of it counts as `PRIOR_ROWS` row-steps. An arm is tried for `tries` row-steps in a bucket before
     it is judged there, unless it cannot win: more rows or more nodes never take less time. That
@@ -115,7 +117,7 @@ class Bandit:
         self._seconds: dict[tuple[int, str], deque[float]] = {}
         self._anywhere: dict[str, deque[tuple[int, int]]] = {}
         self._tried: dict[str, float] = {}  # row-steps by arm; those of earlier rollouts fade
-        self._medians: dict[tuple[int, str], float] = {}  # of _seconds, where known
+        self._usuals: dict[tuple[int, str], float] = {}  # of _seconds, where known
 
     def begin(self) -> None:
         """A rollout begins."""
@@ -151,12 +153,16 @@ class Bandit:
         key = self.bucket(active), arm.name
         if key not in self._seconds:
             return 0.0
-        return active * (self.accept_length(active, arm) + hope) / self._median(key)
+        return active * (self.accept_length(active, arm) + hope) / self._usual(key)
 
-    def _median(self, key: tuple[int, str]) -> float:
-        if key not in self._medians:
-            self._medians[key] = median(self._seconds[key])
-        return self._medians[key]
+    def _usual(self, key: tuple[int, str]) -> float:
+        """Mean seconds without the slowest tenth, of two or more without the slowest."""
+        if key not in self._usuals:
+            seconds = sorted(self._seconds[key])
+            self._usuals[key] = fmean(
+                seconds[: len(seconds) - max(1, len(seconds) // 10)] or seconds
+            )
+        return self._usuals[key]
 
     def choose(self, active: int) -> Arm:
         best = max(self.value(active, arm) for arm in self.arms)
@@ -183,12 +189,12 @@ class Bandit:
         """What a step of it takes here, or a bound: no less than a smaller one took, of fewer rows
         or of a smaller draft by the same drafter."""
         if len(self._seconds.get((bucket, arm.name), ())) >= self.tries:
-            return self._median((bucket, arm.name))
+            return self._usual((bucket, arm.name))
         smaller = [
             a.name for a in self.arms if a.nodes <= arm.nodes and a.source in (OFF, arm.source)
         ]
         known = [
-            self._median((b, name))
+            self._usual((b, name))
             for (b, name), seconds in self._seconds.items()
             if b <= bucket and name in smaller and len(seconds) >= self.tries  # not one slow start
         ]
@@ -198,7 +204,7 @@ class Bandit:
         key = (self.bucket(active), arm.name)
         self._remember(self._here, key, (tokens, active))
         self._remember(self._seconds, key, max(seconds, 1e-9))
-        self._medians.pop(key, None)
+        self._usuals.pop(key, None)
         self._remember(self._anywhere, arm.name, (tokens, active))
         self._tried[arm.name] = self._tried.get(arm.name, 0) + active
 
@@ -228,6 +234,6 @@ class Bandit:
         fresh: Callable[..., Any] = functools.partial(deque, maxlen=self.window)
         self._here = {(b, name): fresh(map(tuple, v)) for b, name, v in state["here"]}
         self._seconds = {(b, name): fresh(v) for b, name, v in state["seconds"]}
-        self._medians.clear()
+        self._usuals.clear()
         self._tried = dict(state["tried"])
         self._anywhere = {name: fresh(map(tuple, v)) for name, v in state["anywhere"]}
