@@ -96,6 +96,7 @@ class Bandit:
     PRIOR_ROWS = 16.0
     SLACK = 1.1
     HOPE = 0.7  # tokens; somewhat less than the usual spread of a row's accepted drafts
+    LEAST_STEPS = 2  # the first draft after a while also pays for what its drafter has missed
     MARGIN = 1.1  # over `off`: of many arms measured, the best looks better than it is
 
     def __init__(
@@ -167,8 +168,7 @@ class Bandit:
     def choose(self, active: int) -> Arm:
         best = max(self.value(active, arm) for arm in self.arms)
         able = [a for a in self.arms if not self._cannot_win(active, a, best)] or self.arms
-        fresh = [arm for arm in able if self.seen(active, arm) < self.tries]
-        if fresh:
+        if fresh := [arm for arm in able if self._is_fresh(active, arm)]:
             return min(fresh, key=lambda arm: self.seen(active, arm))
         if self._random.random() < self.epsilon:
             return self._random.choice(able)
@@ -176,6 +176,10 @@ class Bandit:
         return max(
             able, key=lambda a: self.value(active, a, self.hope(a)) * margin.get(a.source, 1.0)
         )
+
+    def _is_fresh(self, active: int, arm: Arm) -> bool:
+        steps = len(self._seconds.get((self.bucket(active), arm.name), ()))
+        return steps < self.LEAST_STEPS or self.seen(active, arm) < self.tries
 
     def _cannot_win(self, active: int, arm: Arm, best: float) -> bool:
         """Even its highest possible value, with some slack, is below the best seen here."""
