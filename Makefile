@@ -1,5 +1,5 @@
 # make train   the main job on this machine (creates .venv, installs, trains; 6 to 14 minutes on 2 cores)
-# make test    the fast test suite           (creates .venv, installs, tests; 4 to 8 minutes)
+# make test    the fast test suite           (creates .venv, installs, tests; 3 to 6 minutes)
 # make slow    faults, resume, soak, load, fuzz for real (about 50 minutes on 2 cores)
 # make lossless the tests that speculation changes no token
 # make lessons the lessons that take a minute each, with their solutions (3 minutes)
