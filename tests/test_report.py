@@ -43,10 +43,12 @@ from minitlt.pictures import (
 )
 from minitlt.report import (
     Board,
+    _accept_pairs,
     duration,
     guard_counts,
     number,
     print_summary,
+    ratio,
     run_seconds,
     step_table,
     summarize,
@@ -763,3 +765,12 @@ def test_report_user_errors(tmp_path):
     (tmp_path / "events.jsonl").write_text("")
     with pytest.raises(ValueError, match="the log is empty"):
         render_report([tmp_path], tmp_path / "x.html")
+
+
+def test_accept_lengths_are_ratios_of_sums_without_first_tokens():
+    """2 tokens, the first with its prompt, in 1 step; 10, the first with its prompt, in 3."""
+    ends = [
+        {"tokens": 2, "accept_len": 1.0, "arms": {"off": {"tokens": 1}}},
+        {"tokens": 10, "accept_len": 3.0, "arms": {"off": {"tokens": 1}, "eagle-4": {"tokens": 8}}},
+    ]
+    assert ratio(_accept_pairs(ends)) == 10 / 4

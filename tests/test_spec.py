@@ -572,6 +572,21 @@ def test_bandit_tries_again_after_the_drafter_has_changed():
     assert play(bandit, 1, 60, ACCEPT, step_seconds).count("eagle-4") > 50
 
 
+@pytest.mark.parametrize(
+    ("backend", "max_rows", "first"), [("auto", 0, 5), ("auto", 2, 2), ("module", 0, 0)]
+)
+def test_first_tokens_come_with_the_prompts_of_the_first_rows(backend, max_rows, first):
+    """They take no step and are no part of the accept length. A module's own head may round or cap
+    its logits in another way than it does in its forward, so there they take one."""
+    which = target(backend=backend)
+    got = run(PARAMS, random_prompts([4, 4, 9, 1, 6]), which=which, max_rows=max_rows).stats
+    assert got.first_tokens == first and got.step_tokens == got.tokens - first
+    assert got.row_steps == got.step_tokens and got.accept_length == 1.0
+    ended = run(SamplingParams(max_new_tokens=1), random_prompts([4, 4]), which=which).stats
+    assert ended.tokens == 2 and ended.verify_steps == (0 if first else 1)
+    assert ended.active_trace[0][1] == 2
+
+
 def test_accept_statistics_by_hand():
     stats = SpecStats()
     stats.count("eagle", [3, 1, 0], [2, 2, 1])
