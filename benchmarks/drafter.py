@@ -138,7 +138,7 @@ def train(options: argparse.Namespace) -> Path:
 
 def facts(events: list[Event]) -> dict[str, Any]:
     """What kind of run this was."""
-    from minitlt.report import step_tokens
+    from minitlt.report import accept_pairs, ratio
 
     ends = [e for e in events if e["event"] == "rollout_end"]
     updates = [e for e in events if e["event"] == "update"]
@@ -146,10 +146,8 @@ def facts(events: list[Event]) -> dict[str, Any]:
     steps = sorted({e["step"] for e in ends})
     first, last = steps[:third], steps[-third:]
 
-    def accept(which: list[int]) -> float:
-        part = [e for e in ends if e["step"] in which]
-        tokens = [step_tokens(e) for e in part]
-        return sum(tokens) / sum(n / e["accept_len"] for n, e in zip(tokens, part, strict=True))
+    def accept(which: list[int]) -> float | None:
+        return ratio(accept_pairs(e for e in ends if e["step"] in which))
 
     return {
         "steps": len(updates),

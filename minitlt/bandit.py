@@ -1,6 +1,6 @@
 """Which way to draft, chosen anew for every step: arms, and the bandit that learns what pays.
 
-How to run: `pytest tests/test_spec.py -k bandit`, `minitlt simulate`.
+How to run: `pytest tests/test_bandit.py`, `minitlt simulate`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Bandit:
     alike, hard or easy, so at the next one's `begin` row-steps count half. Hope explores where it
     may pay, so epsilon is 0 unless asked for: a random arm with 32 rows costs three plain steps.
     When a drafter changes, `renew` makes its arms prove themselves again, so that yesterday's
-    acceptance does not bind. The constants: simulated on measured costs of steps (LOG.md).
+    acceptance does not bind. How the constants were chosen: LOG.md.
     """
 
     PRIOR_ROWS = 16.0

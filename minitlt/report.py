@@ -62,15 +62,15 @@ def ratio(pairs: Iterable[tuple[float, float]]) -> float | None:
     return sum(pair[0] for pair in pairs) / below if below > 0 else None
 
 
-def _accept_pairs(ends: Iterable[Event]) -> list[tuple[float, float]]:
+def accept_pairs(ends: Iterable[Event]) -> list[tuple[float, float]]:
     """(tokens that steps emitted, row-steps) of each rollout: its accept length as a ratio."""
-    pairs = [(step_tokens(end), end["accept_len"]) for end in ends]
+    # Steps belong to arms, first tokens to none. The lessons' small logs have no arms.
+    pairs = [
+        (sum(arm["tokens"] for arm in end.get("arms", {}).values()) or end["tokens"],
+         end["accept_len"])
+        for end in ends
+    ]  # fmt: skip
     return [(tokens, tokens / accept) for tokens, accept in pairs if accept]
-
-
-def step_tokens(end: Event) -> float:
-    """Tokens of a rollout but for those that came with their prompts."""
-    return sum(arm["tokens"] for arm in end.get("arms", {}).values()) or end["tokens"]
 
 
 def _plain_costs(ends: Iterable[Event]) -> dict[str, float]:
@@ -139,7 +139,7 @@ def step_table(events: list[Event]) -> list[dict[str, Any]]:
             "step_s": update.get("step_seconds"),
             "rollout_s": slowest,
             "tok_s": sum(end["tokens"] for end in ends) / slowest if slowest else None,
-            "accept_len": ratio(_accept_pairs(ends)),
+            "accept_len": ratio(accept_pairs(ends)),
             "truncated": sum(end["truncated"] for end in ends) if ends else None,
             "saved_s": sum(saved_seconds(end, plain) for end in ends) if plain and ends else None,
             **{name: sum(window[field] for window in windows) if windows else None
@@ -169,8 +169,8 @@ def accept_thirds(events: Iterable[Event]) -> tuple[float | None, float | None]:
     """Accept length of the first and the last third of the rollouts (ratios of sums)."""
     first, last = thirds(list(by_step(events, "rollout_end").values()))
     return (
-        ratio(pair for ends in first for pair in _accept_pairs(ends)),
-        ratio(pair for ends in last for pair in _accept_pairs(ends)),
+        ratio(pair for ends in first for pair in accept_pairs(ends)),
+        ratio(pair for ends in last for pair in accept_pairs(ends)),
     )
 
 

@@ -66,8 +66,12 @@ class Costs:
         """Seconds that a rank needs for completions of these lengths."""
         depth = depth_by_rows(lengths, slots)
         u, v = self.plain
-        each = {a: u + v * a if plain else self.token[_nearest(a, self.token)] for a in depth}
-        return self.start + sum(depth[a] * each[a] for a in depth)
+        each = {
+            a: u + v * a if plain else self.token[_nearest(a, self.token)]
+            for a, steps in depth.items()
+            if steps  # rows of one token take none
+        }
+        return self.start + sum(depth[a] * seconds for a, seconds in each.items())
 
 
 def _bucket(rows: int) -> int:

@@ -81,8 +81,7 @@ class SlotCache:
     def __init__(self, shape: TargetShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
         self._all = torch.empty(0)
-        self.layers: list[Tensor] = []  # views of it
-        self._flat: list[Tensor] = []  # the same as [.., D]
+        self._flat: list[Tensor] = []  # by layer, as [.., D]
         self.num_slots = self.length = 0
 
     def reserve(self, num_slots: int, length: int) -> None:
@@ -94,11 +93,14 @@ class SlotCache:
         self.length = reach(length) if self.device.type == "cpu" else -(-length // 128) * 128
         s = self.shape
         # The old block is free before a new one is asked for.
-        self.layers, self._flat, self._all = [], [], torch.empty(0)
+        self._flat, self._all = [], torch.empty(0)
         size = (s.num_layers, self.num_slots, 2 * s.num_kv_heads, self.length, s.head_dim)
         self._all = torch.zeros(size, dtype=self.dtype, device=self.device)
-        self.layers = list(self._all)
         self._flat = list(self._all.view(s.num_layers, -1, s.head_dim))
+
+    @property
+    def layers(self) -> tuple[Tensor, ...]:
+        return self._all.unbind()
 
     @property
     def num_bytes(self) -> int:

@@ -54,3 +54,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that never was, for all who do not write its log."""
+    from fake_run import write_fake_run
+
+    run = tmp_path_factory.mktemp("fake") / "run"
+    write_fake_run(run)
+    return run

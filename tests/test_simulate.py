@@ -68,6 +68,13 @@ def test_steps_from_known_costs():
     assert (got.idle, got.drafter_steps) == (4.0, 16.0)
 
 
+def test_rows_of_one_token_take_no_step():
+    """Not even a cost of one need be known."""
+    costs = Costs({}, (1.0, 1.0), start=2.0, rest=(1.0, 0.0), extra=0.5, steps_per_idle=0.0)
+    got = replay(costs, [[[1, 1], [1]]], slots=2)
+    assert (got.plain, got.tlt, got.perfect) == (2 + 1, 2 + 1 + 0.5, 2 + 1)
+
+
 def test_a_rollout_that_feeds_two_steps_is_shared_by_them():
     """num_iterations = 2: rollout 10 s, twice a rest of 4 s, once a merge of 1 s."""
     costs = Costs({1: 1.0}, (1.0, 0.0), 0.0, (4.0, 0.0), 1.0, 0.0, updates=2.0)

@@ -1,0 +1,140 @@
+"""The bandit: which arm it settles on, what it tries and what it does not try again."""
+
+import json
+
+import pytest
+
+from minitlt.bandit import Arm, Bandit
+
+
+@pytest.mark.parametrize("new_rollouts", [True, False])
+def test_what_a_hard_text_said_of_an_arm_fades_with_the_next_rollouts(new_rollouts):
+    """One row, seconds and accept lengths as of SmolLM2: four row-steps of a hard text are all that
+    is known of the better arm."""
+    good, usual = Arm("eagle", 3, 2, 7), Arm("eagle", 1)
+    bandit = Bandit([Arm(), usual, good])
+    for arm, seconds in ((Arm(), 0.036), (usual, 0.040), (good, 0.053)):
+        for _ in range(4):
+            bandit.record(1, arm, 1, seconds)
+    tokens = {Arm(): [1], usual: [1, 2], good: [3, 3, 2]}
+    for step in range(300):
+        if new_rollouts and step % 15 == 0:
+            bandit.begin()
+        arm = bandit.choose(1)
+        bandit.record(
+            1, arm, tokens[arm][step % len(tokens[arm])], {1: 0.040, 3: 0.053}.get(arm.depth, 0.036)
+        )
+    assert (bandit.choose(1) == good) == new_rollouts
+
+
+def play(bandit, active, num, accept, seconds):
+    """Picks of `num` steps where arms have these tokens per row and these seconds per step."""
+    picks = []
+    for _ in range(num):
+        arm = bandit.choose(active)
+        picks.append(arm.name)
+        tokens = round(accept[arm.name] * active)
+        bandit.record(active, arm, tokens, seconds(arm, active))
+    return picks
+
+
+ARMS = [Arm.parse(t) for t in ("off", "ngram-2", "eagle-4")]
+ACCEPT = {"off": 1, "ngram-2": 2, "eagle-4": 3}
+
+
+def step_seconds(arm, active):
+    """One row: almost flat in depth. Many rows: cost in proportion to the tokens fed."""
+    return 0.05 + 0.002 * active * (1 + 5 * arm.depth)
+
+
+def test_bandit_settles_on_the_fastest_arm_per_bucket_and_resumes():
+    bandit = Bandit(ARMS, epsilon=0.05, seed=3)
+    alone = play(bandit, 1, 200, ACCEPT, step_seconds)
+    assert alone.count("eagle-4") > 170 and set(alone) == {a.name for a in ARMS}
+    crowd = play(bandit, 64, 200, ACCEPT, step_seconds)
+    assert crowd.count("off") > 170
+    other = Bandit(ARMS, epsilon=0.05, seed=99)
+    play(other, 64, 20, ACCEPT, lambda arm, active: 1.0)  # of which nothing must stay
+    other.load_state_dict(json.loads(json.dumps(bandit.state_dict())))
+    assert [bandit.choose(64) for _ in range(50)] == [other.choose(64) for _ in range(50)]
+    bandit.renew("eagle")
+    assert bandit.seen(1, ARMS[2]) == 0 and bandit.seen(1, ARMS[0]) > 1
+    with pytest.raises(ValueError, match="at least one arm"):
+        Bandit([])
+
+
+def test_bandit_does_not_try_what_cannot_win():
+    """With one token per row at any depth, drafts cost time and bring nothing: known after one
+    bucket, so the others hardly explore."""
+    useless = dict.fromkeys(ACCEPT, 1)
+    bandit = Bandit(ARMS, epsilon=0.0)
+    play(bandit, 1, 30, useless, step_seconds)
+    for active in (2, 4, 8, 16):
+        picks = play(bandit, active, 30, useless, step_seconds)
+        assert picks.count("off") >= 24, (active, picks)
+
+
+def test_bandit_sees_acceptance_below_one_half():
+    """Alone, two tokens every other step beat one token every step: the mean tells, a median of
+    tokens per second would not."""
+    bandit = Bandit(ARMS[:1] + ARMS[2:], epsilon=0.0)
+    picks = []
+    for i in range(100):
+        arm = bandit.choose(1)
+        picks.append(arm.name)
+        bandit.record(1, arm, 1 + (arm.source == "eagle" and i % 5 < 2), 0.05)
+    assert picks.count("eagle-4") > 80
+
+
+def test_bandit_is_not_deterred_by_an_unlucky_start():
+    """No draft of an arm's first six stands, later ones do: chains of one row begin like that."""
+    bandit, steps = Bandit(ARMS, epsilon=0.0), dict.fromkeys(ACCEPT, 0)
+    picks = []
+    for _ in range(120):
+        arm = bandit.choose(1)
+        picks.append(arm.name)
+        steps[arm.name] += 1
+        lucky = arm.source == "eagle" and steps[arm.name] > 6
+        bandit.record(1, arm, 1 + lucky, 0.05 + 0.001 * arm.depth)
+    assert picks[-60:].count("eagle-4") > 50
+
+
+def test_bandit_does_not_take_one_drafters_cost_for_anothers():
+    """Copied drafts cost nothing to make; that learned ones of the same size do says nothing of
+    them. (Arms had ruled each other out like that, and the worst of all was left: off.)"""
+    arms = [Arm.parse(t) for t in ("off", "ngram-3", "eagle-2", "eagle-2x2b3")]
+    bandit = Bandit(arms, epsilon=0.0)
+    for arm, tokens, seconds in zip(arms, (4, 5, 4, 6), (41, 42, 54, 51), strict=True):
+        for i in range(4):
+            bandit.record(1, arm, 1 + (i < tokens - 4), seconds / 1000)
+    assert bandit.choose(1).name != "off"
+
+
+def test_bandit_drafts_only_for_a_clear_gain():
+    """Once it knows: hope is worth more than the margin until an arm has been tried often."""
+    for gain, chosen in ((1.08, "off"), (1.15, "eagle-4")):
+        bandit = Bandit([ARMS[0], Arm("eagle", 4)], epsilon=0.0)
+        for arm, seconds in ((ARMS[0], 1.0), (Arm("eagle", 4), 2.0 / gain)):
+            for _ in range(400):
+                bandit.record(8, arm, 8 * (1 + (arm.source == "eagle")), seconds)
+        assert bandit.choose(8).name == chosen
+
+
+def test_bandit_tries_again_after_the_drafter_has_changed():
+    useless = dict.fromkeys(ACCEPT, 1)
+    bandit = Bandit(ARMS, epsilon=0.0, seed=1)
+    play(bandit, 8, 30, useless, step_seconds)
+    assert play(bandit, 1, 60, useless, step_seconds).count("eagle-4") <= 4
+    bandit.renew("eagle")
+    assert play(bandit, 1, 60, ACCEPT, step_seconds).count("eagle-4") > 50
+
+
+def test_one_slow_start_does_not_switch_speculation_off():
+    bandit = Bandit(ARMS, epsilon=0.0)
+
+    def seconds(arm, active, first=[True]):  # noqa: B006 (the first call of all is the slow one)
+        slow = arm.name == "ngram-2" and first and first.pop()
+        return 0.5 if slow else 0.05
+
+    play(bandit, 64, 30, ACCEPT, seconds)
+    assert play(bandit, 64, 50, ACCEPT, seconds).count("eagle-4") > 40
