@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from minitlt.common import option, reading, write_atomically
 from minitlt.draft import STATIC_ROPE, default_taps
+from minitlt.linear import Linear
 from minitlt.tensorfile import read_tensors, write_tensors
 
 FILE = "drafter.safetensors"
@@ -290,7 +291,8 @@ class Eagle3Drafter(nn.Module):
         self._cos_sin: tuple[Tensor, Tensor] | None = None
         self._target = _TargetTensors()
         self._rows: tuple[tuple[int, ...], Tensor] | None = None
-        self._packed: dict[str, Tensor] = {}
+        self._packed: dict[str, Tensor] = {}  # norms of a packed copy
+        self._linears: dict[str, Linear] = {}
         self._packed_dtype = dtype
 
     # The target's tensors.
@@ -421,11 +423,11 @@ class Eagle3Drafter(nn.Module):
         """
         self._packed = {}
         packable = self.fc.device.type == "cpu" and self.fc.dtype == torch.float32
-        if not packable or not torch.backends.mkldnn.is_available():
+        if not packable or not Linear(self._packed_dtype, self.fc.device).packs:
             return
         for name in ["fc", "qkv", "out", "gate_up", "down"] + ["head"] * self.config.own_head:
-            weight = getattr(self, name).detach().to(self._packed_dtype).contiguous()
-            self._packed[name] = torch.ops.mkldnn._reorder_linear_weight(weight)
+            linear = self._linears.setdefault(name, Linear(self._packed_dtype, self.fc.device))
+            linear.load(getattr(self, name))
         # sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(eps H)) / sqrt(H)
         mix, size = torch.stack([self.norm_in, self.norm_h]), self.config.hidden_size
         for name, weight in (("mix", mix), ("norm_post", self.norm_post), ("norm", self.norm)):
@@ -458,10 +460,8 @@ class Eagle3Drafter(nn.Module):
         return F.rms_norm(x_NH, x_NH.shape[-1:], getattr(self, name), self.config.rms_norm_eps)
 
     def _mm(self, name: str, x: Tensor) -> Tensor:
-        packed = self._packed.get(name)
-        if packed is not None:
-            args: Any = x.to(self._packed_dtype), packed, None, "none", [], ""
-            return torch.ops.mkldnn._linear_pointwise(*args).to(x.dtype)
+        if name in self._linears:
+            return self._linears[name](x)
         weight = self.target_rows() if name == "head" and self.head is None else getattr(self, name)
         # Under autocast the product is narrow; norms, residuals and attention stay as they are.
         return F.linear(x, weight.to(x.dtype)).to(x.dtype)

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minitlt import native
+
 logger = logging.getLogger(__name__)
 _SAFE_ROWS = 4  # from here on a row of a product has the same bits in any company
 _TRIED = 40_000  # outputs of single rows that are compared
@@ -32,18 +34,28 @@ class Linear:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
-        self.packed = device.type == "cpu" and can_pack(dtype)
+        self.panels = native.Panels(dtype) if native.runs(dtype, device) else None
+        self.packed = device.type == "cpu" and can_pack(dtype) and self.panels is None
         self.fuses = self.packed and dtype == torch.float32
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.fewest = 1  # rows that a product is given; see `fewest_rows`
 
     @property
+    def packs(self) -> bool:
+        return self.packed or self.panels is not None
+
+    @property
     def num_inputs(self) -> int:
+        if self.panels is not None:
+            return self.panels.matrix.inputs
         assert self.weight is not None, "load() the weight first"
         return self.weight.shape[1]
 
     def load(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        if self.panels is not None:
+            self.panels.load(weight, bias)
+            return
         weight = weight.detach().to(self.device, self.dtype)
         if self.packed:
             packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
@@ -54,6 +66,8 @@ class Linear:
             self.bias = put(self.bias, bias.detach().to(self.device, self.dtype))
 
     def __call__(self, x_NH: Tensor) -> Tensor:
+        if self.panels is not None:
+            return self.panels(x_NH)
         if self.fuses:
             return self.fused(x_NH)
         if (num := len(x_NH)) < self.fewest:

@@ -99,6 +99,10 @@ class SlotCache:
         self._flat = list(self._all.view(s.num_layers, -1, s.head_dim))
 
     @property
+    def whole(self) -> Tensor:
+        return self._all
+
+    @property
     def layers(self) -> tuple[Tensor, ...]:
         return self._all.unbind()
 

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitlt import native
 from minitlt.draft import MAX_NODES, STATIC_ROPE, Taps
 from minitlt.graphs import StepGraphs, row_bucket
 from minitlt.linear import Linear, Residual, fewest_rows, norm_factor, put
@@ -145,6 +146,12 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = {"gate_up": ("mlp.gate_proj", "mlp.up_proj")}
 _GATE_AND_UP = {"gate": ("mlp.gate_proj",), "up": ("mlp.up_proj",)}
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm")
+_NATIVE_NORMS = {
+    "input_layernorm": "norm_in",
+    "post_attention_layernorm": "norm_mlp",
+    "self_attn.q_norm": "norm_q",
+    "self_attn.k_norm": "norm_k",
+}
 _STREAM_NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
 _DENSE = {"embed_tokens.weight": "embed", "norm.weight": "norm", "lm_head.weight": "head"}
 
@@ -174,7 +181,9 @@ class LlamaTarget(Target):
         super().__init__(model, dtype, device, dtype if narrow else torch.float32)
         self.masks_short = device.type == "cpu"
         self.eps = float(config.rms_norm_eps)
-        self._norm_factor = norm_factor(self.shape.hidden, device)
+        self.native = native.runs(dtype, device)
+        self._norm_factor = 1.0 if self.native else norm_factor(self.shape.hidden, device)
+        self._decoder: native.Decoder | None = None
         self.tied = bool(config.tie_word_embeddings)
         rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
         self._inv_freq = rotary.inv_freq.detach().to(device, torch.float32)
@@ -184,7 +193,7 @@ class LlamaTarget(Target):
             self._names = {name for name, _ in type(model)(config).named_parameters()}
         self.head = Linear(dtype, device)
         self._parts = {"qkv": _QKV, "out": ("self_attn.o_proj",), "down": ("mlp.down_proj",)}
-        self._parts |= _GATE_AND_UP if self.head.fuses else _GATE_UP
+        self._parts |= _GATE_AND_UP if self.head.fuses or self.native else _GATE_UP
         num = self.shape.num_layers
         self.linears = [{name: Linear(dtype, device) for name in self._parts} for _ in range(num)]
         self.norms: list[dict[str, Tensor]] = [{} for _ in range(num)]
@@ -238,6 +247,11 @@ class LlamaTarget(Target):
             features, hidden = self._graphs(tokens_BT, lengths_B, parents_BT)
             # Outside of the graph: every graph keeps its results, and logits are the largest.
             return self.logits(hidden), Taps(features, hidden)
+        if self._decoder is not None:
+            taps = self._decoder(
+                tokens_BT, lengths_B, parents_BT, self.cache.whole, first_slot, self._turn
+            )
+            return (self.logits(taps[1]) if logits else None), Taps(*taps)
         # Elsewhere a kernel reads ancestor bits; a prefill chunk is too long for those.
         masked = self.masks_short or num_nodes > MAX_NODES
         step = plan_step(tokens_BT, lengths_B, parents_BT, first_slot, self.cache, masked=masked)
@@ -312,12 +326,31 @@ class LlamaTarget(Target):
                 self._store(self._dense, _DENSE[short], tensor)
         if missing:
             raise ValueError(f"the weights given lack {min(missing)!r} ({len(missing)} in all)")
-        if self.head.packed or self.act_dtype != self.dtype:
+        if self.native or self.head.packed or self.act_dtype != self.dtype:
             self.head.load(self.head_weight)
         else:
             self.head.weight = self.head_weight  # one copy; if tied, the embedding's
-        if self.device.type == "cpu" and not self._tried:
+        if self.native:
+            self._decoder = self._decoder or self._make_decoder()
+        elif self.device.type == "cpu" and not self._tried:
             self._try_bits()
+
+    def _make_decoder(self) -> native.Decoder:
+        shape = self.shape
+        layers: list[dict[str, Any]] = [
+            {name: linear.panels for name, linear in linears.items()}
+            | {_NATIVE_NORMS[name]: norm for name, norm in norms.items()}
+            for linears, norms in zip(self.linears, self.norms, strict=True)
+        ]
+        return native.Decoder(
+            layers,
+            self._dense["embed"],
+            self._dense["norm"],
+            heads=(shape.num_heads, shape.num_kv_heads, shape.head_dim),
+            taps=shape.tap_layers,
+            narrow=self.dtype == torch.bfloat16,
+            eps=self.eps,
+        )
 
     def _try_bits(self) -> None:
         """Whether a row's bits depend on its company, on this processor and at these sizes."""

@@ -1,0 +1,273 @@
+"""The CPU's decoder in C (native.c): built on this machine when first needed, called by ctypes.
+
+Why C: the small operations of a forward, one by one from Python, take as long as a third of its
+products, and no library's products are both as fast as memory and alike in any company. Without a
+C compiler everything still works, with oneDNN's packed products (`linear.py`), at half the speed.
+
+The library is kept in the cache folder, under a name that says what it was built from, with which
+flags, and for which processor. Ranks may build it at the same time: each renames a whole file.
+
+Left out: GPUs (`kernels.py`, `graphs.py`); dtypes other than fp32 and bf16 weights.
+How to run: `pytest tests/test_native.py`; `minitlt doctor` says whether it is there. CC names
+another compiler; MINITLT_NATIVE=0 does without.
+
+Shape suffixes: N nodes (of all rows), K inputs, O outputs, P panels, W width of a panel, V vocab.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitlt.common import one_line
+
+logger = logging.getLogger(__name__)
+SOURCE = Path(__file__).with_suffix(".c")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
+_BUILD_SECONDS = 120
+
+
+class _Matrix(Structure):
+    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
+
+
+class _Layer(Structure):
+    _fields_ = tuple((name, _Matrix) for name in ("qkv", "out", "gate", "up", "down")) + tuple(
+        (name, c_void_p) for name in ("norm_in", "norm_mlp", "norm_q", "norm_k")
+    )
+
+
+class _Model(Structure):
+    _fields_ = (
+        ("layers", POINTER(_Layer)),
+        *((name, c_void_p) for name in ("embed", "norm", "turn")),
+        *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim")),
+        ("taps", c_int64 * 3),
+        ("vocab", c_int64),
+        ("narrow", c_int64),
+        ("threads", c_int64),
+        ("eps", c_float),
+    )
+
+
+class _Pass(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("tokens", "lengths", "parents", "cache")),
+        *((name, c_void_p) for name in ("features", "last")),
+        *((name, c_int64) for name in ("rows", "nodes", "slots", "first_slot", "room")),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """native.c as a library, or None; the log says why."""
+    return _find()[0]
+
+
+def status() -> str:
+    """Whether the CPU's decoder is there, and why not."""
+    return _find()[1]
+
+
+@functools.cache
+def _find() -> tuple[ctypes.CDLL | None, str]:
+    if os.environ.get("MINITLT_NATIVE") == "0":
+        return None, "MINITLT_NATIVE=0"
+    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
+    if compiler is None:
+        return None, "no C compiler: install gcc, or name one in CC"
+    try:
+        found = _load(compiler)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or error
+        text = f"{compiler} cannot build it: {one_line(said)[-300:]}"
+        logger.warning("native.c: %s; decoding goes on without it, at half the speed", text)
+        return None, text
+    return found, f"built by {compiler}"
+
+
+def _load(compiler: str) -> ctypes.CDLL:
+    from minitlt.models import cache_dir
+
+    made_of = SOURCE.read_bytes(), *FLAGS, compiler, platform.machine(), _processor()
+    parts = (part if isinstance(part, bytes) else part.encode() for part in made_of)
+    name = f"native-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    folder = cache_dir()
+    path = folder / name
+    if path.is_file():
+        try:
+            return _typed(path)
+        except OSError:  # half a file, after a loss of power
+            logger.info("%s cannot be loaded and is built anew", path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _build(compiler, path)
+    except OSError:  # nothing can be written there
+        with tempfile.TemporaryDirectory() as own:
+            _build(compiler, Path(own) / name)
+            return _typed(Path(own) / name)
+    return _typed(path)
+
+
+def _build(compiler: str, path: Path) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    command = [compiler, *FLAGS, str(SOURCE), "-o", str(beside), "-lm"]
+    try:
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_SECONDS)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _processor() -> str:
+    """What -march=native depends on: a cache folder may be shared by several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "|".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _typed(path: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
+    found.width.restype = c_int64
+    found.width.argtypes = []
+    found.product.restype = None
+    found.product.argtypes = [POINTER(_Matrix), c_int64, c_int64, c_int64, c_void_p, c_void_p]
+    found.forward.argtypes = [POINTER(_Model), POINTER(_Pass)]
+    return found
+
+
+def runs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of this dtype on this device are decoded by native.c."""
+    narrow_or_not = dtype in (torch.float32, torch.bfloat16)
+    return device.type == "cpu" and narrow_or_not and library() is not None
+
+
+class Panels:
+    """A weight [O, K] in the order in which it is read, and its bias; replaced in place."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        found = library()
+        assert found is not None, "library() first"
+        self._library, self.dtype, self._width = found, dtype, found.width()
+        self.panels_PKW: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.matrix = _Matrix()
+
+    def load(self, weight_OK: Tensor, bias_O: Tensor | None = None) -> None:
+        num, inputs = weight_OK.shape
+        pads = -num % self._width
+        weight = F.pad(weight_OK.detach(), (0, 0, 0, pads)) if pads else weight_OK.detach()
+        if self.dtype == torch.bfloat16:  # outputs i and i + W/2 stand side by side
+            split = weight.to(self.dtype).view(-1, 2, self._width // 2, inputs)
+            ordered = split.permute(0, 3, 2, 1)
+        else:
+            ordered = weight.to(self.dtype).view(-1, self._width, inputs).transpose(1, 2)
+        if self.panels_PKW is None:
+            self.panels_PKW = torch.empty(ordered.shape, dtype=self.dtype)
+        self.panels_PKW.copy_(ordered)
+        if bias_O is not None:
+            bias = F.pad(bias_O.detach().float(), (0, pads))
+            self.bias = bias.clone() if self.bias is None else self.bias.copy_(bias)
+        bias_at = self.bias.data_ptr() if self.bias is not None else None
+        self.matrix = _Matrix(self.panels_PKW.data_ptr(), bias_at, inputs, num)
+
+    def __call__(self, x_NK: Tensor) -> Tensor:
+        """[.., K] to fp32 [.., O]."""
+        x = x_NK.float().contiguous()
+        assert x.shape[-1] == self.matrix.inputs, "a product's inputs"
+        y = torch.empty(*x.shape[:-1], self.matrix.outputs)
+        narrow, num = self.dtype == torch.bfloat16, x.numel() // self.matrix.inputs
+        self._library.product(
+            byref(self.matrix), narrow, torch.get_num_threads(), num, x.data_ptr(), y.data_ptr()
+        )
+        return y
+
+
+class Decoder:
+    """A forward of the Llama family over weights that others hold.
+
+    layers: of each the five products and its norms ("norm_in", "norm_mlp", and of some models
+        "norm_q", "norm_k"). Addresses are taken once: weights are replaced in place.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Mapping[str, Panels | Tensor]],
+        embed: Tensor,
+        norm: Tensor,
+        *,
+        heads: tuple[int, int, int],
+        taps: tuple[int, int, int],
+        narrow: bool,
+        eps: float,
+    ) -> None:
+        """heads: query heads, key/value heads, size of one."""
+        found = library()
+        assert found is not None, "library() first"
+        self._library, self._kept = found, (layers, embed, norm)
+        self._layers = (_Layer * len(layers))()
+        for to, layer in zip(self._layers, layers, strict=True):
+            for name, part in layer.items():
+                value = part.matrix if isinstance(part, Panels) else part.data_ptr()
+                setattr(to, name, value)
+        self._hidden = embed.shape[1]
+        self._model = _Model(
+            self._layers, embed.data_ptr(), norm.data_ptr(), None, len(layers), self._hidden,
+            *heads, (c_int64 * 3)(*taps), len(embed), narrow, 1, eps,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        parents_BT: Tensor | None,
+        cache_5: Tensor,
+        first_slot: int,
+        turn: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """(features [B, T, 3H], last hidden states [B, T, H]); keys and values go to the cache.
+
+        cache_5: [layers, slots, 2 kv heads, room, D]. turn: complex, [positions, D / 2].
+        Raises ValueError for tokens, parents and lengths that have no place.
+        """
+        size = tokens_BT.shape
+        tokens, lengths = tokens_BT.contiguous(), lengths_B.contiguous()
+        parents = None if parents_BT is None else parents_BT.contiguous()
+        features, last = (torch.empty(*size, n * self._hidden) for n in (3, 1))
+        self._model.turn, self._model.threads = turn.data_ptr(), torch.get_num_threads()
+        _, slots, _, room, _ = cache_5.shape
+        assert len(turn) >= room and first_slot + len(lengths) <= slots
+        given = _Pass(
+            tokens.data_ptr(), lengths.data_ptr(), None if parents is None else parents.data_ptr(),
+            cache_5.data_ptr(), features.data_ptr(), last.data_ptr(),
+            *size, slots, first_slot, room,
+        )  # fmt: skip
+        wrong = self._library.forward(byref(self._model), byref(given))
+        if wrong:
+            raise (MemoryError if wrong == 1 else ValueError)(_WRONG[wrong])
+        return features, last
+
+
+_WRONG = {
+    1: "no memory for a forward",
+    2: "a token is outside of the vocabulary",
+    3: "a node's parent does not come before it",
+    4: "a row needs more cache positions than are reserved",
+}
