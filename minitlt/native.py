@@ -36,8 +36,9 @@ from torch import Tensor
 from minitlt.common import one_line
 
 logger = logging.getLogger(__name__)
-SOURCE = Path(__file__).with_suffix(".c")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
+SOURCES = sorted(Path(__file__).parent.glob("*.c"))
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=gnu11")
+OWN_FLAGS = {"sampler": ("-ffp-contract=off",)}  # the noise is defined in single operations
 _BUILD_SECONDS = 120
 
 
@@ -103,9 +104,9 @@ def _find() -> tuple[ctypes.CDLL | None, str]:
 def _load(compiler: str) -> ctypes.CDLL:
     from minitlt.models import cache_dir
 
-    made_of = SOURCE.read_bytes(), *FLAGS, compiler, platform.machine(), _processor()
-    parts = (part if isinstance(part, bytes) else part.encode() for part in made_of)
-    name = f"native-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    texts = [file.read_text() for file in sorted(SOURCES[0].parent.glob("*.[ch]"))]
+    made_of = "|".join([*texts, *FLAGS, str(OWN_FLAGS), compiler, platform.machine(), _processor()])
+    name = f"native-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     folder = cache_dir()
     path = folder / name
     if path.is_file():
@@ -124,13 +125,18 @@ def _load(compiler: str) -> ctypes.CDLL:
 
 
 def _build(compiler: str, path: Path) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    command = [compiler, *FLAGS, str(SOURCE), "-o", str(beside), "-lm"]
-    try:
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_SECONDS)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+        objects = [str(Path(work) / f"{source.stem}.o") for source in SOURCES]
+        for source, made in zip(SOURCES, objects, strict=True):
+            flags = (*FLAGS, *OWN_FLAGS.get(source.stem, ()))
+            _run(compiler, *flags, "-c", str(source), "-o", made)
+        whole = Path(work) / path.name
+        _run(compiler, *FLAGS, "-shared", *objects, "-o", str(whole), "-lm")
+        whole.replace(path)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_SECONDS)
 
 
 def _processor() -> str:
