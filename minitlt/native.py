@@ -36,7 +36,7 @@ from torch import Tensor
 from minitlt.common import one_line
 
 logger = logging.getLogger(__name__)
-SOURCES = sorted(Path(__file__).parent.glob("*.c"))
+SOURCES = sorted(Path(__file__).parent.joinpath("csrc").glob("*.c"))
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=gnu11")
 OWN_FLAGS = {"sampler": ("-ffp-contract=off",)}  # the noise is defined in single operations
 _BUILD_SECONDS = 120

@@ -1,0 +1,177 @@
+/* The decoder of the Llama family for a CPU: products with packed weights, attention, the forward.
+
+What it is. Decoding reads all weights for a handful of tokens, so a step takes as long as that reading
+takes, if nothing else gets in its way: one call per forward instead of four hundred small operations,
+weights in the order in which they are read, and the next panel on its way while this one is multiplied.
+
+Why no bit depends on company. Every output of a product is one chain of fused multiply-adds over the
+inputs in ascending order, whatever other rows, threads or vector widths there are. A query attends to
+what it sees as to one sequence: the committed context, then its own ancestors; so a node of a tree
+does the sums of plain decoding, in their order. Weights may be narrow (bf16): they are widened on the
+way into the registers, and all arithmetic is fp32.
+
+Left out: other than fp32 arithmetic, int8 weights, attention in blocks of queries (a prompt's keys are
+read from the second cache once per query, an eighth of the time of its products).
+
+How it is built and called: native.py, with the C compiler of the machine. Names: N nodes (of all rows),
+K inputs, D head size; a panel is WIDTH outputs, [K][WIDTH] in memory. Rows of buffers here are padded
+with zeros to whole panels. */
+
+#include <math.h>
+#include <omp.h>
+#include <stdlib.h>
+
+#include "layers.h"
+
+typedef struct {
+    Matrix qkv, out, gate, up, down;
+    const float *norm_in, *norm_mlp, *norm_q, *norm_k; /* the last two may be null */
+} Layer;
+
+typedef struct {
+    const Layer *layers;
+    const float *embed, *norm; /* [V, hidden], [hidden] */
+    const float *turn;         /* per position and pair of a head: cosine and sine */
+    int64_t num_layers, hidden, heads, kv_heads, head_dim, taps[3], vocab, narrow, threads;
+    float eps;
+} Model;
+
+typedef struct {
+    const int64_t *tokens, *lengths, *parents; /* [rows, nodes], [rows], [rows, nodes] or null: chains */
+    float *cache;                              /* [layers, slots, 2 kv_heads, room, D] */
+    float *features, *last;                    /* [N, 3 hidden], [N, hidden] */
+    int64_t rows, nodes, slots, first_slot, room;
+} Pass;
+
+/* Of node `n` of a row: its depth, and where the way to it from the root stands in the cache. A pad is a root
+   of its own. */
+static int64_t path_to(const int64_t *parents, int64_t length, int64_t n, int64_t *path)
+{
+    int64_t depth = 0;
+    if (!parents) {
+        for (; depth < n; depth++) path[depth] = length + depth;
+    } else {
+        for (int64_t up = n; (up = parents[up]) >= 0;) depth++;
+        for (int64_t up = n, at = depth; at > 0; at--) up = parents[up], path[at - 1] = length + up;
+    }
+    path[depth] = length + n;
+    return depth;
+}
+
+/* Turns the query and key heads of every node by its position and writes keys and values to the cache. */
+static void place(const Model *m, const Layer *layer, const Pass *p, float *cache, float *qkv, int64_t ld)
+{
+    int64_t d = m->head_dim;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < p->rows * p->nodes; i++) {
+        int64_t row = i / p->nodes, n = i % p->nodes, depth = n;
+        if (p->parents) {
+            depth = 0;
+            for (int64_t up = n; (up = p->parents[row * p->nodes + up]) >= 0;) depth++;
+        }
+        const float *turn = m->turn + (p->lengths[row] + depth) * d;
+        for (int64_t h = 0; h < m->heads + m->kv_heads; h++) {
+            float *x = qkv + i * ld + h * d;
+            const float *weight = h < m->heads ? layer->norm_q : layer->norm_k;
+            if (weight) norm(x, weight, d, m->eps, x);
+            for (int64_t j = 0; j < d; j += 2) {
+                float a = x[j], b = x[j + 1];
+                x[j] = a * turn[j] - b * turn[j + 1];
+                x[j + 1] = a * turn[j + 1] + b * turn[j];
+            }
+        }
+        for (int64_t h = 0; h < 2 * m->kv_heads; h++) {
+            int64_t lane = (p->first_slot + row) * 2 * m->kv_heads + h;
+            float *to = cache + (lane * p->room + p->lengths[row] + n) * d;
+            memcpy(to, qkv + i * ld + (m->heads + h) * d, d * sizeof *to);
+        }
+    }
+}
+
+static void attend_all(const Model *m, const Pass *p, const float *cache, const float *qkv, int64_t ldq, float *out,
+                       int64_t ldo, float *scores, int64_t *path)
+{
+    int64_t d = m->head_dim, items = p->rows * p->nodes * m->heads;
+    int64_t chunk = items / (m->threads * 8) + 1;
+#pragma omp for schedule(dynamic, chunk)
+    for (int64_t item = 0; item < items; item++) {
+        int64_t i = item / m->heads, h = item % m->heads, row = i / p->nodes, n = i % p->nodes;
+        int64_t lane = (p->first_slot + row) * 2 * m->kv_heads + h / (m->heads / m->kv_heads);
+        const int64_t *parents = p->parents ? p->parents + row * p->nodes : 0;
+        int64_t depth = path_to(parents, p->lengths[row], n, path);
+        const float *keys = cache + lane * p->room * d, *values = keys + m->kv_heads * p->room * d;
+        attend(qkv + i * ldq + h * d, keys, values, d, d, p->lengths[row], path, depth + 1, scores,
+               out + i * ldo + h * d);
+    }
+}
+
+/* What is wrong with a pass, by the numbers of native.py; 0: nothing. */
+static int check(const Model *m, const Pass *p)
+{
+    for (int64_t i = 0; i < p->rows * p->nodes; i++) {
+        if (p->tokens[i] >= m->vocab) return 2;
+        if (p->parents && p->parents[i] >= i % p->nodes) return 3;
+        if (p->lengths[i / p->nodes] < 0 || p->lengths[i / p->nodes] + p->nodes > p->room) return 4;
+    }
+    return 0;
+}
+
+/* Feeds the nodes of all rows. Returns 0, 1 if there is no memory for the work, or what is wrong. */
+int forward(const Model *m, const Pass *p)
+{
+    int wrong = check(m, p);
+    if (wrong) return wrong;
+    int64_t n = p->rows * p->nodes, hidden = m->hidden, seen = 0;
+    for (int64_t row = 0; row < p->rows; row++) seen = p->lengths[row] > seen ? p->lengths[row] : seen;
+    seen += p->nodes + 2 * LANES;
+    int64_t ldh = whole(hidden), ldq = whole((m->heads + 2 * m->kv_heads) * m->head_dim);
+    int64_t ldi = whole(m->layers[0].gate.outputs), lda = m->heads * m->head_dim;
+    int64_t floats = n * (2 * ldh + ldq + ldi + lda) + m->threads * (seen + 2 * p->nodes) + 1;
+    float *work = aligned_alloc(64, (floats * sizeof *work + 63) / 64 * 64);
+    if (!work) return 1;
+    float *h = work, *x = h + n * ldh, *qkv = x + n * ldh, *act = qkv + n * ldq, *att = act + n * ldi;
+    int64_t *paths = (int64_t *)(att + n * lda + (n * lda & 1));
+    float *all_scores = (float *)(paths + m->threads * p->nodes);
+    memset(h, 0, n * ldh * sizeof *h);
+#pragma omp parallel num_threads(m->threads)
+    {
+        int me = omp_get_thread_num();
+        float *scores = all_scores + me * seen;
+        int64_t *path = paths + me * p->nodes;
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < n; i++) {
+            int64_t token = p->tokens[i] > 0 ? p->tokens[i] : 0;
+            memcpy(h + i * ldh, m->embed + token * hidden, hidden * sizeof *h);
+        }
+        for (int64_t at = 0; at < m->num_layers; at++) {
+            const Layer *layer = m->layers + at;
+            float *cache = p->cache + at * p->slots * 2 * m->kv_heads * p->room * m->head_dim;
+            for (int tap = 0; tap < 3; tap++) {
+                if (m->taps[tap] != at) continue;
+#pragma omp for schedule(static) nowait
+                for (int64_t i = 0; i < n; i++)
+                    memcpy(p->features + (3 * i + tap) * hidden, h + i * ldh, hidden * sizeof *h);
+            }
+            norm_all(layer->norm_in, hidden, m->eps, n, h, ldh, x, ldh);
+            multiply(&layer->qkv, m->narrow, n, x, ldh, qkv, ldq, STORE);
+            place(m, layer, p, cache, qkv, ldq);
+            attend_all(m, p, cache, qkv, ldq, att, lda, scores, path);
+            multiply(&layer->out, m->narrow, n, att, lda, h, ldh, ADD);
+            norm_all(layer->norm_mlp, hidden, m->eps, n, h, ldh, x, ldh);
+            multiply_gated(&layer->gate, &layer->up, m->narrow, n, x, ldh, act, ldi);
+            multiply(&layer->down, m->narrow, n, act, ldi, h, ldh, ADD);
+        }
+        norm_all(m->norm, hidden, m->eps, n, h, ldh, p->last, hidden);
+    }
+    free(work);
+    return 0;
+}
+
+/* y = x W^T + bias, of rows without padding. */
+void product(const Matrix *m, int64_t narrow, int64_t threads, int64_t n, const float *x, float *y)
+{
+#pragma omp parallel num_threads(threads)
+    multiply(m, narrow, n, x, m->inputs, y, m->outputs, STORE);
+}
+
+int64_t width(void) { return WIDTH; }

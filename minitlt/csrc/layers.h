@@ -1,0 +1,27 @@
+/* What a decoder layer is made of; layers.c. */
+
+#pragma once
+#include "vec.h"
+
+enum { WIDTH = 2 * LANES };     /* outputs of a panel */
+enum how { STORE, ADD, GATE };  /* y = product; y += product; y = silu(y) * product */
+
+typedef struct {
+    const char *panels; /* of WIDTH outputs each, [inputs][WIDTH] in memory */
+    const float *bias;  /* of whole panels, or null */
+    int64_t inputs, outputs;
+} Matrix;
+
+INLINE int64_t whole(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
+
+/* All threads of a parallel region call these three; ld: floats from one row to the next. */
+void multiply(const Matrix *m, int narrow, int64_t n, const float *x, int64_t ldx, float *y, int64_t ldy, enum how how);
+void multiply_gated(const Matrix *gate, const Matrix *up, int narrow, int64_t n, const float *x, int64_t ldx, float *y,
+                    int64_t ldy);
+void norm_all(const float *weight, int64_t width, float eps, int64_t n, const float *x, int64_t ldx, float *y,
+              int64_t ldy);
+
+/* One thread calls these. */
+void norm(const float *x, const float *weight, int64_t n, float eps, float *y);
+void attend(const float *q, const float *keys, const float *values, int64_t d, int64_t stride, int64_t length,
+            const int64_t *path, int64_t num, float *scores, float *out);
