@@ -43,6 +43,7 @@ from torch import Tensor
 from minitlt.draft import Draft, Drafter, RowState, Taps, chain_parents
 from minitlt.eagle3 import DrafterConfig, Eagle3Drafter
 from minitlt.kernels import gumbel_topk
+from minitlt.native import DraftLevel
 
 _TAIL = 16  # up to this many new pairs are computed together with the first draft
 _FILL = 512  # more are written first, this many at a time
@@ -105,6 +106,7 @@ class Eagle3Proposer(Drafter):
         self._cached: list[int] = []  # pairs whose keys and values come from the target's taps
         self._buffers: dict[str, Tensor] = {}
         self._slot_N1 = torch.zeros(0, 1, dtype=torch.int64)
+        self._level: DraftLevel | None = None  # in C, where there is a compiler
 
     # What the engine tells.
 
@@ -121,6 +123,7 @@ class Eagle3Proposer(Drafter):
         self._lengths, self._tapped, self._cached = ([0] * num_slots for _ in range(3))
         self._num_slots, self._length = num_slots, length
         self.model.reserve_positions(length)
+        self._level = self.model.native_level()
 
     def begin(self, slot: int, prompt: list[int], kept: int = 0) -> None:
         self._buffers["tokens"][slot, : len(prompt)] = torch.tensor(prompt)
@@ -180,6 +183,7 @@ class Eagle3Proposer(Drafter):
         taps; every cache is computed again at the next proposal."""
         self.model.load_state_dict(self.drafter.state_dict())
         self.model.pack_weights()
+        self._level = self.model.native_level()
         self._cached = [0] * self._num_slots
 
     # Proposing.
@@ -234,28 +238,50 @@ class Eagle3Proposer(Drafter):
         Rows with fewer new pairs compute old ones again (the same values); the last column is the
         row's last pair, so nothing is ragged.
         """
-        model = self.model
-        slot_B1 = self._slot_N1[:num_rows]
+        model, slot_B1 = self.model, self._slot_N1[:num_rows]
         at_BN = positions_B[:, None] - 1 + torch.arange(-num_new, 0, device=self.device)
         at_BN = at_BN.clamp_(min=0)
-        h_BNH = model.fuse(self._buffers["features"][slot_B1, at_BN])
-        x_BN2H = model.mix(self._buffers["tokens"][slot_B1, at_BN + 1], h_BNH)
-        q, k, v = model.attention_inputs(x_BN2H, at_BN)
+        tokens_BN = self._buffers["tokens"][slot_B1, at_BN + 1]
+        features_BNF, seen_B1 = self._buffers["features"][slot_B1, at_BN], at_BN[:, -1:] + 1
+        if self._level is not None:
+            nowhere = seen_B1.new_empty(num_rows, 1, 0)
+            pairs = tokens_BN, at_BN, at_BN, seen_B1, nowhere
+            h_B1H, logits = self._level(*pairs, self._cache, model.turns, features_BNF=features_BNF)
+            return h_B1H[:, 0], logits[:, 0] if self._level.num_ids else model.logits(h_B1H[:, 0])
+        h_BNH = model.fuse(features_BNF)
+        q, k, v = model.attention_inputs(model.mix(tokens_BN, h_BNH), at_BN)
         self._write(slot_B1, at_BN, k, v)
-        mask_B1S = torch.arange(read, device=self.device) <= at_BN[:, -1:, None]
-        attended = self._attend(q[:, -1:], mask_B1S)
-        h_BH = model.finish(h_BNH[:, -1:], attended)[:, 0]
+        mask_B1S = torch.arange(read, device=self.device) < seen_B1[..., None]
+        h_BH = model.finish(h_BNH[:, -1:], self._attend(q[:, -1:], mask_B1S))[:, 0]
         return h_BH, model.logits(h_BH)
 
     def _next(
-        self, tokens_BW: Tensor, h_BWH: Tensor, rope_BW: Tensor, place_BW: Tensor, mask_BWS: Tensor
+        self,
+        tokens_BW: Tensor,
+        h_BWH: Tensor,
+        turn_BW: Tensor,
+        place_BW: Tensor,
+        seen_BW: Tensor,
+        path_BWP: Tensor,
+        read: int,
     ) -> tuple[Tensor, Tensor]:
-        """One recurrent step from the drafter's own states; keys and values go to `place`."""
+        """One recurrent step from the drafter's own states; keys and values go to `place`. A node
+        sees the first `seen` pairs of its slot and those at `path`, itself among them."""
         model = self.model
-        q, k, v = model.attention_inputs(model.mix(tokens_BW, h_BWH), rope_BW)
+        if self._level is not None:
+            nodes = tokens_BW, turn_BW, place_BW, seen_BW, path_BWP
+            h_BWH, logits = self._level(*nodes, self._cache, model.turns, h_BNH=h_BWH)
+            return h_BWH, logits if self._level.num_ids else model.logits(h_BWH)
+        q, k, v = model.attention_inputs(model.mix(tokens_BW, h_BWH), turn_BW)
         self._write(self._slot_N1[: len(k)], place_BW, k, v)
+        mask_BWS = torch.arange(read, device=self.device) < seen_BW[..., None]
+        mask_BWS.scatter_(2, path_BWP, True)
         h_BWH = model.finish(h_BWH, self._attend(q, mask_BWS))
         return h_BWH, model.logits(h_BWH)
+
+    @property
+    def _cache(self) -> tuple[Tensor, Tensor]:
+        return self._buffers["keys"], self._buffers["values"]
 
     def _write(self, slot_B1: Tensor, place_BN: Tensor, k: Tensor, v: Tensor) -> None:
         self._buffers["keys"][slot_B1, place_BN] = k
@@ -276,14 +302,13 @@ class Eagle3Proposer(Drafter):
     def _chain(
         self, h_BH: Tensor, logits_BV: Tensor, rows: RowState, depth: int, read: int
     ) -> Draft:
-        tokens_B1, h_B1H = rows.roots_B[:, None], h_BH[:, None]
-        columns, seen_S = [tokens_B1], torch.arange(read, device=self.device)
-        drawn_from = []
+        tokens_B1, h_B1H, drawn_from = rows.roots_B[:, None], h_BH[:, None], []
+        columns, nowhere = [tokens_B1], tokens_B1.new_empty(len(tokens_B1), 1, 0)
         for level in range(depth):
             if level:
                 at_B1 = rows.positions_B[:, None] - 2 + level
-                mask_B1S = seen_S <= at_B1[:, :, None]
-                h_B1H, logits_B1V = self._next(tokens_B1, h_B1H, at_B1, at_B1, mask_B1S)
+                places = at_B1, at_B1, at_B1 + 1, nowhere
+                h_B1H, logits_B1V = self._next(tokens_B1, h_B1H, *places, read)
                 logits_BV = logits_B1V[:, 0]
             noise = rows.keys_B, rows.positions_B + level, rows.temperatures_B
             tokens_B1 = gumbel_topk(logits_BV, *noise, 1, self._ids_V).tokens_Nk
@@ -329,13 +354,15 @@ class Eagle3Proposer(Drafter):
         place_W = torch.arange(width, device=device)
         node_BW, first = place_W.expand(len(at_B1), -1), width  # index in the pool
         row_B1 = self._slot_N1[: len(at_B1)]
-        seen_BWS = torch.arange(read, device=device) < at_B1[..., None] - 1
-        seen_BWS = seen_BWS.repeat(1, width, 1)  # what is committed, and then the ancestors' keys
+        seen_BW = (at_B1 - 1).expand(-1, width)  # what is committed, and then the ancestors' keys
+        path_BWP = place_W.new_empty(len(at_B1), width, 0)
         pool = [(beam_BW, torch.full_like(beam_BW, -1), trust_BW)]
         for level in range(1, depth):
             place_BW = at_B1 + (place_W + ((level - 1) * width - 1))
-            seen_BWS.scatter_(2, place_BW[..., None], True)
-            h_BWH, logits_BWV = self._next(beam_BW, h_BWH, at_B1 + (level - 2), place_BW, seen_BWS)
+            path_BWP = torch.cat([path_BWP, place_BW[..., None]], 2)
+            turn_BW = (at_B1 + (level - 2)).expand(-1, width)
+            places = turn_BW, place_BW, seen_BW, path_BWP
+            h_BWH, logits_BWV = self._next(beam_BW, h_BWH, *places, read)
             noise = [keys_N, at_N + level, heat_N]
             best = self._best(logits_BWV.flatten(0, 1), noise, rows.coupled, width)
             tokens_BWk, trust_BWk = (x.view(-1, width, width) for x in best)
@@ -346,7 +373,7 @@ class Eagle3Proposer(Drafter):
             if level + 1 < depth:
                 trust_BW, top_BW = trust_BP.topk(width, 1)
                 beam_BW, from_BW = tokens_BP.gather(1, top_BW), top_BW // width
-                h_BWH, seen_BWS = h_BWH[row_B1, from_BW], seen_BWS[row_B1, from_BW]
+                h_BWH, path_BWP = h_BWH[row_B1, from_BW], path_BWP[row_B1, from_BW]
                 node_BW = top_BW + first
                 first += width * width
         tokens_BP, parents_BP, trust_BP = (torch.cat(part, 1) for part in zip(*pool, strict=True))

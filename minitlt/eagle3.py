@@ -37,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitlt import native
 from minitlt.common import option, reading, write_atomically
 from minitlt.draft import STATIC_ROPE, default_taps
 from minitlt.linear import Linear
@@ -358,7 +359,11 @@ class Eagle3Drafter(nn.Module):
     def finish(self, h_NH: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer: attended [N, heads, D] in, the next recurrent state out."""
         h_NH = h_NH + self._mm("out", attended.flatten(-2))
-        gate, up = self._mm("gate_up", self._norm(h_NH, "norm_post")).chunk(2, -1)
+        x_NH = self._norm(h_NH, "norm_post")
+        if self._linears:
+            gate, up = self._mm("gate", x_NH), self._mm("up", x_NH)
+        else:
+            gate, up = self._mm("gate_up", x_NH).chunk(2, -1)
         return h_NH + self._mm("down", F.silu(gate) * up)
 
     def logits(self, h_NH: Tensor) -> Tensor:
@@ -425,14 +430,35 @@ class Eagle3Drafter(nn.Module):
         packable = self.fc.device.type == "cpu" and self.fc.dtype == torch.float32
         if not packable or not Linear(self._packed_dtype, self.fc.device).packs:
             return
-        for name in ["fc", "qkv", "out", "gate_up", "down"] + ["head"] * self.config.own_head:
+        weights = {name: getattr(self, name) for name in ("fc", "qkv", "out", "down")}
+        weights["gate"], weights["up"] = self.gate_up.chunk(2)
+        if self.head is not None:
+            weights["head"] = self.head
+        for name, weight in weights.items():
             linear = self._linears.setdefault(name, Linear(self._packed_dtype, self.fc.device))
-            linear.load(getattr(self, name))
+            linear.load(weight)
         # sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(eps H)) / sqrt(H)
         mix, size = torch.stack([self.norm_in, self.norm_h]), self.config.hidden_size
         for name, weight in (("mix", mix), ("norm_post", self.norm_post), ("norm", self.norm)):
             self._packed[name] = weight.detach() * size**0.5
         self._packed["floor"] = torch.tensor(self.config.rms_norm_eps * size).sqrt()
+
+    def native_level(self) -> native.DraftLevel | None:
+        """The layer of a packed copy in C, where there is one. Weights are replaced in place."""
+        panels = {name: linear.panels for name, linear in self._linears.items()}
+        embed = self._target.embed
+        if not panels or None in panels.values() or embed is None or embed.dtype != torch.float32:
+            return None
+        c = self.config
+        heads = c.num_heads, c.num_kv_heads, c.head_dim
+        norms = [getattr(self, name) for name in ("norm_in", "norm_h", "norm_post", "norm")]
+        return native.DraftLevel(panels, embed, norms, heads, c.rms_norm_eps)
+
+    @property
+    def turns(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the reserved positions, [positions, D] each."""
+        assert self._cos_sin is not None, "reserve_positions() first"
+        return self._cos_sin
 
     def reserve_positions(self, num_positions: int) -> None:
         """Makes room in the rope table; grows by doubling."""
@@ -447,8 +473,7 @@ class Eagle3Drafter(nn.Module):
         self._cos_sin = table[0].to(device, self.fc.dtype), table[1].to(device, self.fc.dtype)
 
     def _rotate(self, x_NQD: Tensor, positions_N: Tensor) -> Tensor:
-        assert self._cos_sin is not None, "reserve_positions() first"
-        cos_N1D, sin_N1D = (table[positions_N][..., None, :] for table in self._cos_sin)
+        cos_N1D, sin_N1D = (table[positions_N][..., None, :] for table in self.turns)
         return torch.addcmul(x_NQD * cos_N1D, x_NQD.roll(self.config.head_dim // 2, -1), sin_N1D)
 
     def _norm(self, x_NH: Tensor, name: str) -> Tensor:

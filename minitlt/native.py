@@ -28,6 +28,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,25 @@ class _Pass(Structure):
         *((name, c_void_p) for name in ("tokens", "lengths", "parents", "cache")),
         *((name, c_void_p) for name in ("features", "last")),
         *((name, c_int64) for name in ("rows", "nodes", "slots", "first_slot", "room")),
+    )
+
+
+class _Drafter(Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in ("fc", "qkv", "out", "gate", "up", "down", "head")),
+        *((name, c_void_p) for name in ("embed", "norm_in", "norm_h", "norm_post", "norm")),
+        *((name, c_void_p) for name in ("cos", "sin")),
+        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "vocab")),
+        *((name, c_int64) for name in ("narrow", "threads")),
+        ("eps", c_float),
+    )
+
+
+class _Level(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("tokens", "turns", "places", "seen", "paths")),
+        *((name, c_void_p) for name in ("features", "h", "keys", "values", "h_next", "logits")),
+        *((name, c_int64) for name in ("rows", "nodes", "asked", "steps", "room")),
     )
 
 
@@ -156,6 +176,7 @@ def _typed(path: Path) -> ctypes.CDLL:
     found.product.restype = None
     found.product.argtypes = [POINTER(_Matrix), c_int64, c_int64, c_int64, c_void_p, c_void_p]
     found.forward.argtypes = [POINTER(_Model), POINTER(_Pass)]
+    found.draft.argtypes = [POINTER(_Drafter), POINTER(_Level)]
     return found
 
 
@@ -269,6 +290,71 @@ class Decoder:
         if wrong:
             raise (MemoryError if wrong == 1 else ValueError)(_WRONG[wrong])
         return features, last
+
+
+class DraftLevel:
+    """One level of a draft (csrc/drafter.c) over weights that others hold, replaced in place.
+
+    panels: fc, qkv, out, gate, up, down and perhaps head. norms: of embeddings, of features, behind
+        the attention, before the head. heads: query heads, key/value heads, size of one.
+    """
+
+    def __init__(
+        self,
+        panels: Mapping[str, Any],
+        embed: Tensor,
+        norms: Sequence[Tensor],
+        heads: tuple[int, int, int],
+        eps: float,
+    ) -> None:
+        found = library()
+        assert found is not None, "library() first"
+        self._library, self._kept, self._eps = found, (panels, embed, norms), eps
+        self._sizes = embed.shape[1], *heads, len(embed)
+        self.num_ids = panels["head"].matrix.outputs if "head" in panels else 0
+
+    def __call__(
+        self,
+        tokens_BN: Tensor,
+        turns_BN: Tensor,
+        places_BN: Tensor,
+        seen_BQ: Tensor,
+        path_BQP: Tensor,
+        cache: tuple[Tensor, Tensor],
+        tables: tuple[Tensor, Tensor],
+        *,
+        features_BNF: Tensor | None = None,
+        h_BNH: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """New pairs of every row; the next state [B, Q, H] and logits [B, Q, V] of the last Q.
+
+        A pair sees the first `seen` pairs of its slot and those at `path`, itself among them.
+        cache: keys and values, [slots, room, kv heads, D]. tables: cosines and sines. V is 0 if
+        there is no head here.
+        """
+        panels, embed, norms = self._kept
+        narrow = panels["fc"].dtype == torch.bfloat16
+        given = [x.contiguous() for x in (tokens_BN, turns_BN, places_BN, seen_BQ, path_BQP)]
+        inputs = [None if x is None else x.float().contiguous() for x in (features_BNF, h_BNH)]
+        (rows, nodes), (asked, steps) = tokens_BN.shape, path_BQP.shape[1:]
+        h_next = torch.empty(rows, asked, self._sizes[0])
+        logits = torch.empty(rows, asked, self.num_ids)
+        matrices = [panels[name].matrix for name in ("fc", "qkv", "out", "gate", "up", "down")]
+        head = panels["head"].matrix if self.num_ids else _Matrix()
+        model = _Drafter(
+            *matrices, head, *(x.data_ptr() for x in (embed, *norms, *tables)),
+            *self._sizes, narrow, torch.get_num_threads(), self._eps,
+        )  # fmt: skip
+        level = _Level(
+            *(x.data_ptr() for x in given),
+            *(None if x is None else x.data_ptr() for x in inputs),
+            *(x.data_ptr() for x in (*cache, h_next, logits)),
+            rows, nodes, asked, steps, cache[0].shape[1],
+        )  # fmt: skip
+        wrong = self._library.draft(byref(model), byref(level))
+        if wrong:
+            raise (MemoryError if wrong == 1 else ValueError)(_WRONG[wrong])
+        return h_next, logits
 
 
 _WRONG = {
