@@ -57,6 +57,7 @@ class _Model(Structure):
     _fields_ = (
         ("layers", POINTER(_Layer)),
         *((name, c_void_p) for name in ("embed", "norm", "turn")),
+        ("head", _Matrix),
         *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim")),
         ("taps", c_int64 * 3),
         ("vocab", c_int64),
@@ -69,7 +70,7 @@ class _Model(Structure):
 class _Pass(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("tokens", "lengths", "parents", "cache")),
-        *((name, c_void_p) for name in ("features", "last")),
+        *((name, c_void_p) for name in ("features", "last", "logits")),
         *((name, c_int64) for name in ("rows", "nodes", "slots", "first_slot", "room")),
     )
 
@@ -239,6 +240,7 @@ class Decoder:
         layers: Sequence[Mapping[str, Panels | Tensor]],
         embed: Tensor,
         norm: Tensor,
+        head: Panels,
         *,
         heads: tuple[int, int, int],
         taps: tuple[int, int, int],
@@ -248,7 +250,7 @@ class Decoder:
         """heads: query heads, key/value heads, size of one."""
         found = library()
         assert found is not None, "library() first"
-        self._library, self._kept = found, (layers, embed, norm)
+        self._library, self._kept = found, (layers, embed, norm, head)
         self._layers = (_Layer * len(layers))()
         for to, layer in zip(self._layers, layers, strict=True):
             for name, part in layer.items():
@@ -256,7 +258,7 @@ class Decoder:
                 setattr(to, name, value)
         self._hidden = embed.shape[1]
         self._model = _Model(
-            self._layers, embed.data_ptr(), norm.data_ptr(), None, len(layers), self._hidden,
+            self._layers, embed.data_ptr(), norm.data_ptr(), None, head.matrix, len(layers), self._hidden,
             *heads, (c_int64 * 3)(*taps), len(embed), narrow, 1, eps,
         )  # fmt: skip
 
@@ -268,8 +270,11 @@ class Decoder:
         cache_5: Tensor,
         first_slot: int,
         turn: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """(features [B, T, 3H], last hidden states [B, T, H]); keys and values go to the cache.
+        logits: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(features [B, T, 3H], last hidden states [B, T, H], logits [B, T, V] if asked for); keys
+        and values go to the cache. Of pads (tokens below 0, not roots) nothing is computed, and
+        their results are whatever is in memory.
 
         cache_5: [layers, slots, 2 kv heads, room, D]. turn: complex, [positions, D / 2].
         Raises ValueError for tokens, parents and lengths that have no place.
@@ -278,18 +283,20 @@ class Decoder:
         tokens, lengths = tokens_BT.contiguous(), lengths_B.contiguous()
         parents = None if parents_BT is None else parents_BT.contiguous()
         features, last = (torch.empty(*size, n * self._hidden) for n in (3, 1))
+        scores = torch.empty(*size, self._model.head.outputs) if logits else None
         self._model.turn, self._model.threads = turn.data_ptr(), torch.get_num_threads()
         _, slots, _, room, _ = cache_5.shape
         assert len(turn) >= room and first_slot + len(lengths) <= slots
         given = _Pass(
             tokens.data_ptr(), lengths.data_ptr(), None if parents is None else parents.data_ptr(),
             cache_5.data_ptr(), features.data_ptr(), last.data_ptr(),
+            None if scores is None else scores.data_ptr(),
             *size, slots, first_slot, room,
         )  # fmt: skip
         wrong = self._library.forward(byref(self._model), byref(given))
         if wrong:
             raise (MemoryError if wrong == 1 else ValueError)(_WRONG[wrong])
-        return features, last
+        return features, last, scores
 
 
 class DraftLevel:

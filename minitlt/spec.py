@@ -505,9 +505,9 @@ class RolloutEngine:
             block = parts[top : top + height]
             for left in range(0, max(map(len, block)), width):
                 pieces = [part[left : left + width] for part in block]
-                most = max(map(len, pieces))  # a pad lies behind its row and is overwritten
+                most = max(map(len, pieces))  # a pad lies behind its row
                 _, taps = self.target.forward(
-                    torch.tensor([p + [0] * (most - len(p)) for p in pieces], device=device),
+                    torch.tensor([p + [-1] * (most - len(p)) for p in pieces], device=device),
                     torch.tensor([start + left] * len(pieces), device=device),
                     first_slot=slot + top,
                     logits=False,

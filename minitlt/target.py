@@ -248,10 +248,9 @@ class LlamaTarget(Target):
             # Outside of the graph: every graph keeps its results, and logits are the largest.
             return self.logits(hidden), Taps(features, hidden)
         if self._decoder is not None:
-            taps = self._decoder(
-                tokens_BT, lengths_B, parents_BT, self.cache.whole, first_slot, self._turn
-            )
-            return (self.logits(taps[1]) if logits else None), Taps(*taps)
+            place = self.cache.whole, first_slot, self._turn
+            *taps, scores = self._decoder(tokens_BT, lengths_B, parents_BT, *place, logits)
+            return scores, Taps(*taps)
         # Elsewhere a kernel reads ancestor bits; a prefill chunk is too long for those.
         masked = self.masks_short or num_nodes > MAX_NODES
         step = plan_step(tokens_BT, lengths_B, parents_BT, first_slot, self.cache, masked=masked)
@@ -346,6 +345,7 @@ class LlamaTarget(Target):
             layers,
             self._dense["embed"],
             self._dense["norm"],
+            self.head.panels,
             heads=(shape.num_heads, shape.num_kv_heads, shape.head_dim),
             taps=shape.tap_layers,
             narrow=self.dtype == torch.bfloat16,

@@ -14,8 +14,7 @@ Left out: other than fp32 arithmetic, int8 weights, attention in blocks of queri
 read from the second cache once per query, an eighth of the time of its products).
 
 How it is built and called: native.py, with the C compiler of the machine. Names: N nodes (of all rows),
-K inputs, D head size; a panel is WIDTH outputs, [K][WIDTH] in memory. Rows of buffers here are padded
-with zeros to whole panels. */
+K inputs, D head size; a panel is WIDTH outputs, [K][WIDTH] in memory. */
 
 #include <math.h>
 #include <omp.h>
@@ -32,6 +31,7 @@ typedef struct {
     const Layer *layers;
     const float *embed, *norm; /* [V, hidden], [hidden] */
     const float *turn;         /* per position and pair of a head: cosine and sine */
+    Matrix head;
     int64_t num_layers, hidden, heads, kv_heads, head_dim, taps[3], vocab, narrow, threads;
     float eps;
 } Model;
@@ -39,12 +39,17 @@ typedef struct {
 typedef struct {
     const int64_t *tokens, *lengths, *parents; /* [rows, nodes], [rows], [rows, nodes] or null: chains */
     float *cache;                              /* [layers, slots, 2 kv_heads, room, D] */
-    float *features, *last;                    /* [N, 3 hidden], [N, hidden] */
+    float *features, *last;                    /* [rows, nodes, 3 hidden], [rows, nodes, hidden] */
+    float *logits;                             /* [rows, nodes, V], or null */
     int64_t rows, nodes, slots, first_slot, room;
 } Pass;
 
-/* Of node `n` of a row: its depth, and where the way to it from the root stands in the cache. A pad is a root
-   of its own. */
+/* Node i of those that are fed. */
+typedef struct {
+    int64_t row, node, depth;
+} Fed;
+
+/* Of node `n` of a row: its depth, and where the way to it from the root stands in the cache. */
 static int64_t path_to(const int64_t *parents, int64_t length, int64_t n, int64_t *path)
 {
     int64_t depth = 0;
@@ -59,17 +64,14 @@ static int64_t path_to(const int64_t *parents, int64_t length, int64_t n, int64_
 }
 
 /* Turns the query and key heads of every node by its position and writes keys and values to the cache. */
-static void place(const Model *m, const Layer *layer, const Pass *p, float *cache, float *qkv, int64_t ld)
+static void place(const Model *m, const Layer *layer, const Pass *p, const Fed *fed, int64_t num, float *cache,
+                  float *qkv, int64_t ld)
 {
     int64_t d = m->head_dim;
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < p->rows * p->nodes; i++) {
-        int64_t row = i / p->nodes, n = i % p->nodes, depth = n;
-        if (p->parents) {
-            depth = 0;
-            for (int64_t up = n; (up = p->parents[row * p->nodes + up]) >= 0;) depth++;
-        }
-        const float *turn = m->turn + (p->lengths[row] + depth) * d;
+    for (int64_t i = 0; i < num; i++) {
+        int64_t row = fed[i].row;
+        const float *turn = m->turn + (p->lengths[row] + fed[i].depth) * d;
         for (int64_t h = 0; h < m->heads + m->kv_heads; h++) {
             float *x = qkv + i * ld + h * d;
             const float *weight = h < m->heads ? layer->norm_q : layer->norm_k;
@@ -82,26 +84,24 @@ static void place(const Model *m, const Layer *layer, const Pass *p, float *cach
         }
         for (int64_t h = 0; h < 2 * m->kv_heads; h++) {
             int64_t lane = (p->first_slot + row) * 2 * m->kv_heads + h;
-            float *to = cache + (lane * p->room + p->lengths[row] + n) * d;
+            float *to = cache + (lane * p->room + p->lengths[row] + fed[i].node) * d;
             memcpy(to, qkv + i * ld + (m->heads + h) * d, d * sizeof *to);
         }
     }
 }
 
-static void attend_all(const Model *m, const Pass *p, const float *cache, const float *qkv, int64_t ldq, float *out,
-                       int64_t ldo, float *scores, int64_t *path)
+static void attend_all(const Model *m, const Pass *p, const Fed *fed, int64_t num, const float *cache, const float *qkv,
+                       int64_t ld, float *out, float *scores, int64_t *path)
 {
-    int64_t d = m->head_dim, items = p->rows * p->nodes * m->heads;
-    int64_t chunk = items / (m->threads * 8) + 1;
+    int64_t d = m->head_dim, items = num * m->heads, chunk = items / (m->threads * 8) + 1;
 #pragma omp for schedule(dynamic, chunk)
     for (int64_t item = 0; item < items; item++) {
-        int64_t i = item / m->heads, h = item % m->heads, row = i / p->nodes, n = i % p->nodes;
+        int64_t i = item / m->heads, h = item % m->heads, row = fed[i].row;
         int64_t lane = (p->first_slot + row) * 2 * m->kv_heads + h / (m->heads / m->kv_heads);
         const int64_t *parents = p->parents ? p->parents + row * p->nodes : 0;
-        int64_t depth = path_to(parents, p->lengths[row], n, path);
+        int64_t depth = path_to(parents, p->lengths[row], fed[i].node, path);
         const float *keys = cache + lane * p->room * d, *values = keys + m->kv_heads * p->room * d;
-        attend(qkv + i * ldq + h * d, keys, values, d, d, p->lengths[row], path, depth + 1, scores,
-               out + i * ldo + h * d);
+        attend(qkv + i * ld + h * d, keys, values, d, d, p->lengths[row], path, depth + 1, scores, out + item * d);
     }
 }
 
@@ -116,23 +116,47 @@ static int check(const Model *m, const Pass *p)
     return 0;
 }
 
-/* Feeds the nodes of all rows. Returns 0, 1 if there is no memory for the work, or what is wrong. */
+/* The nodes that are fed: all but pads, i.e. tokens below 0 behind the root. Returns their number; `places` are their
+   numbers among all nodes. */
+static int64_t gather(const Pass *p, Fed *fed, int64_t *places)
+{
+    int64_t num = 0;
+    for (int64_t i = 0; i < p->rows * p->nodes; i++) {
+        int64_t row = i / p->nodes, node = i % p->nodes, depth = node;
+        if (node && p->tokens[i] < 0) continue;
+        if (p->parents) {
+            depth = 0;
+            for (int64_t up = node; (up = p->parents[row * p->nodes + up]) >= 0;) depth++;
+        }
+        fed[num] = (Fed){row, node, depth};
+        places[num++] = i;
+    }
+    return num;
+}
+
+/* Feeds the nodes of all rows; of pads nothing is read, and what is at their place in the results stays as it was.
+   Returns 0, 1 if there is no memory for the work, or what is wrong. */
 int forward(const Model *m, const Pass *p)
 {
     int wrong = check(m, p);
     if (wrong) return wrong;
-    int64_t n = p->rows * p->nodes, hidden = m->hidden, seen = 0;
+    int64_t most = p->rows * p->nodes, hidden = m->hidden, seen = 0;
     for (int64_t row = 0; row < p->rows; row++) seen = p->lengths[row] > seen ? p->lengths[row] : seen;
     seen += p->nodes + 2 * LANES;
-    int64_t ldh = whole(hidden), ldq = whole((m->heads + 2 * m->kv_heads) * m->head_dim);
-    int64_t ldi = whole(m->layers[0].gate.outputs), lda = m->heads * m->head_dim;
-    int64_t floats = n * (2 * ldh + ldq + ldi + lda) + m->threads * (seen + 2 * p->nodes) + 1;
-    float *work = aligned_alloc(64, (floats * sizeof *work + 63) / 64 * 64);
-    if (!work) return 1;
-    float *h = work, *x = h + n * ldh, *qkv = x + n * ldh, *act = qkv + n * ldq, *att = act + n * ldi;
-    int64_t *paths = (int64_t *)(att + n * lda + (n * lda & 1));
-    float *all_scores = (float *)(paths + m->threads * p->nodes);
-    memset(h, 0, n * ldh * sizeof *h);
+    int64_t wide = (m->heads + 2 * m->kv_heads) * m->head_dim, inner = m->layers[0].gate.outputs;
+    int64_t outs = m->heads * m->head_dim, narrow = m->narrow;
+    int64_t floats = most * (2 * hidden + wide + inner + outs) + m->threads * seen;
+    int64_t *places = malloc((most + m->threads * p->nodes) * sizeof *places + most * sizeof(Fed));
+    float *h = malloc(floats * sizeof *h);
+    if (!places || !h) {
+        free(places), free(h);
+        return 1;
+    }
+    int64_t *paths = places + most;
+    Fed *fed = (Fed *)(paths + m->threads * p->nodes);
+    int64_t n = gather(p, fed, places);
+    float *x = h + n * hidden, *qkv = x + n * hidden, *act = qkv + n * wide, *att = act + n * inner;
+    float *all_scores = att + n * outs;
 #pragma omp parallel num_threads(m->threads)
     {
         int me = omp_get_thread_num();
@@ -140,8 +164,8 @@ int forward(const Model *m, const Pass *p)
         int64_t *path = paths + me * p->nodes;
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < n; i++) {
-            int64_t token = p->tokens[i] > 0 ? p->tokens[i] : 0;
-            memcpy(h + i * ldh, m->embed + token * hidden, hidden * sizeof *h);
+            int64_t token = p->tokens[places[i]];
+            memcpy(h + i * hidden, m->embed + (token > 0 ? token : 0) * hidden, hidden * sizeof *h);
         }
         for (int64_t at = 0; at < m->num_layers; at++) {
             const Layer *layer = m->layers + at;
@@ -150,20 +174,23 @@ int forward(const Model *m, const Pass *p)
                 if (m->taps[tap] != at) continue;
 #pragma omp for schedule(static) nowait
                 for (int64_t i = 0; i < n; i++)
-                    memcpy(p->features + (3 * i + tap) * hidden, h + i * ldh, hidden * sizeof *h);
+                    memcpy(p->features + (3 * places[i] + tap) * hidden, h + i * hidden, hidden * sizeof *h);
             }
-            norm_all(layer->norm_in, hidden, m->eps, n, h, ldh, x, ldh);
-            multiply(&layer->qkv, m->narrow, n, x, ldh, qkv, ldq, STORE);
-            place(m, layer, p, cache, qkv, ldq);
-            attend_all(m, p, cache, qkv, ldq, att, lda, scores, path);
-            multiply(&layer->out, m->narrow, n, att, lda, h, ldh, ADD);
-            norm_all(layer->norm_mlp, hidden, m->eps, n, h, ldh, x, ldh);
-            multiply_gated(&layer->gate, &layer->up, m->narrow, n, x, ldh, act, ldi);
-            multiply(&layer->down, m->narrow, n, act, ldi, h, ldh, ADD);
+            norm_all(layer->norm_in, hidden, m->eps, n, h, x);
+            multiply(&layer->qkv, narrow, n, x, qkv, STORE);
+            place(m, layer, p, fed, n, cache, qkv, wide);
+            attend_all(m, p, fed, n, cache, qkv, wide, att, scores, path);
+            multiply(&layer->out, narrow, n, att, h, ADD);
+            norm_all(layer->norm_mlp, hidden, m->eps, n, h, x);
+            multiply_gated(&layer->gate, &layer->up, narrow, n, x, act);
+            multiply(&layer->down, narrow, n, act, h, ADD);
         }
-        norm_all(m->norm, hidden, m->eps, n, h, ldh, p->last, hidden);
+        norm_all(m->norm, hidden, m->eps, n, h, x);
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < n; i++) memcpy(p->last + places[i] * hidden, x + i * hidden, hidden * sizeof *x);
+        if (p->logits) multiply_to(&m->head, narrow, n, x, p->logits, places, STORE);
     }
-    free(work);
+    free(places), free(h);
     return 0;
 }
 
@@ -171,7 +198,7 @@ int forward(const Model *m, const Pass *p)
 void product(const Matrix *m, int64_t narrow, int64_t threads, int64_t n, const float *x, float *y)
 {
 #pragma omp parallel num_threads(threads)
-    multiply(m, narrow, n, x, m->inputs, y, m->outputs, STORE);
+    multiply(m, narrow, n, x, y, STORE);
 }
 
 int64_t width(void) { return WIDTH; }

@@ -88,24 +88,24 @@ int draft(const Drafter *m, const Level *p)
 #pragma omp parallel num_threads(m->threads)
     {
         float *scores = all_scores + omp_get_thread_num() * most;
-        if (p->features) multiply(&m->fc, m->narrow, n, p->features, 3 * hidden, fused, hidden, STORE);
+        if (p->features) multiply(&m->fc, m->narrow, n, p->features, fused, STORE);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < n; i++) {
             norm(m->embed + p->tokens[i] * hidden, m->norm_in, hidden, m->eps, x + 2 * i * hidden);
             norm(h + i * hidden, m->norm_h, hidden, m->eps, x + (2 * i + 1) * hidden);
         }
-        multiply(&m->qkv, m->narrow, n, x, 2 * hidden, qkv, wide, STORE);
+        multiply(&m->qkv, m->narrow, n, x, qkv, STORE);
         turn_and_place(m, p, qkv, wide);
         attend_all(m, p, qkv, wide, att, scores);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < asked; i++)
             memcpy(p->h_next + i * hidden, h + pair(p, i) * hidden, hidden * sizeof *h);
-        multiply(&m->out, m->narrow, asked, att, m->heads * m->head_dim, p->h_next, hidden, ADD);
-        norm_all(m->norm_post, hidden, m->eps, asked, p->h_next, hidden, normed, hidden);
-        multiply_gated(&m->gate, &m->up, m->narrow, asked, normed, hidden, act, inner);
-        multiply(&m->down, m->narrow, asked, act, inner, p->h_next, hidden, ADD);
-        norm_all(m->norm, hidden, m->eps, asked, p->h_next, hidden, normed, hidden);
-        multiply(&m->head, m->narrow, asked, normed, hidden, p->logits, m->head.outputs, STORE);
+        multiply(&m->out, m->narrow, asked, att, p->h_next, ADD);
+        norm_all(m->norm_post, hidden, m->eps, asked, p->h_next, normed);
+        multiply_gated(&m->gate, &m->up, m->narrow, asked, normed, act);
+        multiply(&m->down, m->narrow, asked, act, p->h_next, ADD);
+        norm_all(m->norm, hidden, m->eps, asked, p->h_next, normed);
+        multiply(&m->head, m->narrow, asked, normed, p->logits, STORE);
     }
     free(work);
     return 0;

@@ -14,7 +14,7 @@ enum { ROWS = 6 };
 #endif
 
 /* `rows` rows times one panel. On the way `ahead` is brought into the second cache, `stride` bytes a turn. */
-INLINE void tile(const int rows, const int narrow, const float *x, int64_t ldx, const char *panel, int64_t inputs,
+INLINE void tile(const int rows, const int narrow, const float *x, const char *panel, int64_t inputs,
                  const char *ahead, int64_t stride, vec (*y)[2])
 {
     vec low[ROWS], high[ROWS];
@@ -31,12 +31,14 @@ INLINE void tile(const int rows, const int narrow, const float *x, int64_t ldx, 
         }
         UNROLL for (int r = 0; r < rows; r++)
         {
-            float value = x[r * ldx + k];
+            float value = x[r * inputs + k];
             low[r] += a * value, high[r] += b * value;
         }
     }
     UNROLL for (int r = 0; r < rows; r++) y[r][0] = low[r], y[r][1] = high[r];
 }
+
+static int64_t panels(const Matrix *m) { return (m->outputs + WIDTH - 1) / WIDTH; }
 
 static void write_back(const vec *sums, float *y, enum how how, int64_t columns)
 {
@@ -51,24 +53,25 @@ static void write_back(const vec *sums, float *y, enum how how, int64_t columns)
     if (columns < WIDTH) memcpy(y, last, columns * sizeof *y);
 }
 
-/* y[n, panel p] from x[n, K]. Rows go through in equal chunks; each brings its part of the next panel. */
-static void multiply_panel(const Matrix *m, int64_t p, int narrow, int64_t n, const float *x, int64_t ldx, float *y,
-                           int64_t ldy, enum how how)
+/* y[n, panel p] from x[n, K]; row i of y is row to[i], if `to` is given. Rows go through in equal chunks; each
+   brings its part of the next panel. */
+static void multiply_panel(const Matrix *m, int64_t p, int narrow, int64_t n, const float *x, float *y,
+                           const int64_t *to, enum how how)
 {
     int64_t bytes = m->inputs * WIDTH * (narrow ? 2 : 4), chunks = (n + ROWS - 1) / ROWS;
     int64_t stride = bytes / m->inputs / chunks, columns = m->outputs - p * WIDTH, at = 0;
     const char *panel = m->panels + p * bytes, *ahead = panel + bytes;
     for (int64_t c = 0; c < chunks; c++, ahead += stride * m->inputs) {
         int64_t rows = (n - at + chunks - c - 1) / (chunks - c);
-        const float *from = x + at * ldx;
+        const float *from = x + at * m->inputs;
         vec sums[ROWS][2];
         for (int64_t r = 0; r < rows; r++)
             for (int half = 0; half < 2; half++)
                 sums[r][half] = m->bias ? ((const vec *)(m->bias + p * WIDTH))[half] : (vec){0};
 #define CASE(M)                                                                                  \
     case M:                                                                                      \
-        if (narrow) tile(M, 1, from, ldx, panel, m->inputs, ahead, stride, sums);                \
-        else tile(M, 0, from, ldx, panel, m->inputs, ahead, stride, sums);                       \
+        if (narrow) tile(M, 1, from, panel, m->inputs, ahead, stride, sums);                \
+        else tile(M, 0, from, panel, m->inputs, ahead, stride, sums);                       \
         break;
         switch (rows) {
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
@@ -76,24 +79,28 @@ static void multiply_panel(const Matrix *m, int64_t p, int narrow, int64_t n, co
             CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
         }
-        for (int64_t r = 0; r < rows; r++, at++) write_back(sums[r], y + at * ldy + p * WIDTH, how, columns);
+        for (int64_t r = 0; r < rows; r++, at++)
+            write_back(sums[r], y + (to ? to[at] : at) * m->outputs + p * WIDTH, how, columns);
     }
 }
 
-void multiply(const Matrix *m, int narrow, int64_t n, const float *x, int64_t ldx, float *y, int64_t ldy,
-                     enum how how)
+void multiply_to(const Matrix *m, int narrow, int64_t n, const float *x, float *y, const int64_t *to, enum how how)
 {
 #pragma omp for schedule(static)
-    for (int64_t p = 0; p < whole(m->outputs) / WIDTH; p++) multiply_panel(m, p, narrow, n, x, ldx, y, ldy, how);
+    for (int64_t p = 0; p < panels(m); p++) multiply_panel(m, p, narrow, n, x, y, to, how);
 }
 
-void multiply_gated(const Matrix *gate, const Matrix *up, int narrow, int64_t n, const float *x, int64_t ldx, float *y,
-                    int64_t ldy)
+void multiply(const Matrix *m, int narrow, int64_t n, const float *x, float *y, enum how how)
+{
+    multiply_to(m, narrow, n, x, y, 0, how);
+}
+
+void multiply_gated(const Matrix *gate, const Matrix *up, int narrow, int64_t n, const float *x, float *y)
 {
 #pragma omp for schedule(static)
-    for (int64_t p = 0; p < whole(gate->outputs) / WIDTH; p++) {
-        multiply_panel(gate, p, narrow, n, x, ldx, y, ldy, STORE);
-        multiply_panel(up, p, narrow, n, x, ldx, y, ldy, GATE);
+    for (int64_t p = 0; p < panels(gate); p++) {
+        multiply_panel(gate, p, narrow, n, x, y, 0, STORE);
+        multiply_panel(up, p, narrow, n, x, y, 0, GATE);
     }
 }
 
@@ -109,11 +116,10 @@ void norm(const float *x, const float *weight, int64_t n, float eps, float *y)
     for (int64_t i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
 }
 
-void norm_all(const float *weight, int64_t width, float eps, int64_t n, const float *x, int64_t ldx, float *y,
-              int64_t ldy)
+void norm_all(const float *weight, int64_t width, float eps, int64_t n, const float *x, float *y)
 {
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < n; i++) norm(x + i * ldx, weight, width, eps, y + i * ldy);
+    for (int64_t i = 0; i < n; i++) norm(x + i * width, weight, width, eps, y + i * width);
 }
 
 /* scores[i] = softmax over i of x[i]; behind the end there is room for a vector. */

@@ -12,14 +12,11 @@ typedef struct {
     int64_t inputs, outputs;
 } Matrix;
 
-INLINE int64_t whole(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
-
-/* All threads of a parallel region call these three; ld: floats from one row to the next. */
-void multiply(const Matrix *m, int narrow, int64_t n, const float *x, int64_t ldx, float *y, int64_t ldy, enum how how);
-void multiply_gated(const Matrix *gate, const Matrix *up, int narrow, int64_t n, const float *x, int64_t ldx, float *y,
-                    int64_t ldy);
-void norm_all(const float *weight, int64_t width, float eps, int64_t n, const float *x, int64_t ldx, float *y,
-              int64_t ldy);
+/* All threads of a parallel region call these four; they end with a barrier. to: which rows of y. */
+void multiply(const Matrix *m, int narrow, int64_t n, const float *x, float *y, enum how how);
+void multiply_to(const Matrix *m, int narrow, int64_t n, const float *x, float *y, const int64_t *to, enum how how);
+void multiply_gated(const Matrix *gate, const Matrix *up, int narrow, int64_t n, const float *x, float *y);
+void norm_all(const float *weight, int64_t width, float eps, int64_t n, const float *x, float *y);
 
 /* One thread calls these. */
 void norm(const float *x, const float *weight, int64_t n, float eps, float *y);
