@@ -319,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
         share = report["ops"]["coupled_verify"]["us"] / step
         report["forward_us"], report["cpu_verify_share_of_forward"] = (
             round(step, 1),
-            round(share, 4),
+            round(share, 6),
         )
         print(f"{'decode step':16} {'SmolLM2-135M shape, B=1, fp32':44} {step:9.1f} us")
     out = args.out or RUNS / f"kernels_{device.type}.json"
