@@ -123,7 +123,6 @@ class Eagle3Proposer(Drafter):
         self._lengths, self._tapped, self._cached = ([0] * num_slots for _ in range(3))
         self._num_slots, self._length = num_slots, length
         self.model.reserve_positions(length)
-        self._level = self.model.native_level()
 
     def begin(self, slot: int, prompt: list[int], kept: int = 0) -> None:
         self._buffers["tokens"][slot, : len(prompt)] = torch.tensor(prompt)
@@ -183,7 +182,6 @@ class Eagle3Proposer(Drafter):
         taps; every cache is computed again at the next proposal."""
         self.model.load_state_dict(self.drafter.state_dict())
         self.model.pack_weights()
-        self._level = self.model.native_level()
         self._cached = [0] * self._num_slots
 
     # Proposing.
@@ -193,7 +191,7 @@ class Eagle3Proposer(Drafter):
         """A chain, or for width > 1 the best `nodes` of a tree. Rows that have no pair yet (a
         prompt of one token) get pads."""
         num_rows, width = len(rows.roots_B), min(width, self.model.config.draft_vocab_size)
-        lengths = self._lengths[:num_rows]
+        lengths, self._level = self._lengths[:num_rows], self.model.native_level()
         num_new = self._catch_up(num_rows)
         read = max(lengths) + (depth - 1) * width
         read = min(-(-read // _READ_STEP) * _READ_STEP, self._length)
@@ -247,7 +245,7 @@ class Eagle3Proposer(Drafter):
             nowhere = seen_B1.new_empty(num_rows, 1, 0)
             pairs = tokens_BN, at_BN, at_BN, seen_B1, nowhere
             h_B1H, logits = self._level(*pairs, self._cache, model.turns, features_BNF=features_BNF)
-            return h_B1H[:, 0], logits[:, 0] if self._level.num_ids else model.logits(h_B1H[:, 0])
+            return h_B1H[:, 0], logits[:, 0]
         h_BNH = model.fuse(features_BNF)
         q, k, v = model.attention_inputs(model.mix(tokens_BN, h_BNH), at_BN)
         self._write(slot_B1, at_BN, k, v)
@@ -270,8 +268,7 @@ class Eagle3Proposer(Drafter):
         model = self.model
         if self._level is not None:
             nodes = tokens_BW, turn_BW, place_BW, seen_BW, path_BWP
-            h_BWH, logits = self._level(*nodes, self._cache, model.turns, h_BNH=h_BWH)
-            return h_BWH, logits if self._level.num_ids else model.logits(h_BWH)
+            return self._level(*nodes, self._cache, model.turns, h_BNH=h_BWH)
         q, k, v = model.attention_inputs(model.mix(tokens_BW, h_BWH), turn_BW)
         self._write(self._slot_N1[: len(k)], place_BW, k, v)
         mask_BWS = torch.arange(read, device=self.device) < seen_BW[..., None]

@@ -294,6 +294,7 @@ class Eagle3Drafter(nn.Module):
         self._rows: tuple[tuple[int, ...], Tensor] | None = None
         self._packed: dict[str, Tensor] = {}  # norms of a packed copy
         self._linears: dict[str, Linear] = {}
+        self._level: tuple[tuple[int, ...], native.DraftLevel] | None = None
         self._packed_dtype = dtype
 
     # The target's tensors.
@@ -320,10 +321,15 @@ class Eagle3Drafter(nn.Module):
         head = self.target_head()
         if not self.config.reduced:
             return head
-        key = (self._target.ties, head.data_ptr(), head._version, self.ids_V._version)
+        key = self._head_key()
         if self._rows is None or self._rows[0] != key:
             self._rows = (key, head[self.ids_V.to(head.device)].to(self.fc.dtype))
         return self._rows[1]
+
+    def _head_key(self) -> tuple[int, ...]:
+        """Another one whenever the target's head rows of the draft vocabulary may be others."""
+        head = self.target_head()
+        return self._target.ties, head.data_ptr(), head._version, self.ids_V._version
 
     def target_head(self) -> Tensor:
         """The target's head itself, [W, H], detached."""
@@ -444,15 +450,23 @@ class Eagle3Drafter(nn.Module):
         self._packed["floor"] = torch.tensor(self.config.rms_norm_eps * size).sqrt()
 
     def native_level(self) -> native.DraftLevel | None:
-        """The layer of a packed copy in C, where there is one. Weights are replaced in place."""
+        """The layer of a packed copy in C, where there is one. Own weights are replaced in place;
+        the target's head rows are packed again when they change, so ask before every draft."""
         panels = {name: linear.panels for name, linear in self._linears.items()}
         embed = self._target.embed
         if not panels or None in panels.values() or embed is None or embed.dtype != torch.float32:
             return None
-        c = self.config
-        heads = c.num_heads, c.num_kv_heads, c.head_dim
-        norms = [getattr(self, name) for name in ("norm_in", "norm_h", "norm_post", "norm")]
-        return native.DraftLevel(panels, embed, norms, heads, c.rms_norm_eps)
+        key = self._head_key()
+        if self._level is None or self._level[0] != key:
+            if self.head is None:
+                panels["head"] = head = native.Panels(self._packed_dtype)
+                head.load(self.target_rows())
+            c = self.config
+            heads = c.num_heads, c.num_kv_heads, c.head_dim
+            norms = [getattr(self, name) for name in ("norm_in", "norm_h", "norm_post", "norm")]
+            level = native.DraftLevel(panels, embed, norms, heads, c.rms_norm_eps)
+            self._level = key, level
+        return self._level[1]
 
     @property
     def turns(self) -> tuple[Tensor, Tensor]:

@@ -302,8 +302,8 @@ class Decoder:
 class DraftLevel:
     """One level of a draft (csrc/drafter.c) over weights that others hold, replaced in place.
 
-    panels: fc, qkv, out, gate, up, down and perhaps head. norms: of embeddings, of features, behind
-        the attention, before the head. heads: query heads, key/value heads, size of one.
+    panels: fc, qkv, out, gate, up, down and head. norms: of embeddings, of features, behind the
+        attention, before the head. heads: query heads, key/value heads, size of one.
     """
 
     def __init__(
@@ -316,9 +316,8 @@ class DraftLevel:
     ) -> None:
         found = library()
         assert found is not None, "library() first"
-        self._library, self._kept, self._eps = found, (panels, embed, norms), eps
-        self._sizes = embed.shape[1], *heads, len(embed)
-        self.num_ids = panels["head"].matrix.outputs if "head" in panels else 0
+        self._library, self._panels, self.embed, self._norms = found, panels, embed, norms
+        self._sizes, self._eps = (embed.shape[1], *heads, len(embed)), eps
 
     def __call__(
         self,
@@ -336,20 +335,19 @@ class DraftLevel:
         """New pairs of every row; the next state [B, Q, H] and logits [B, Q, V] of the last Q.
 
         A pair sees the first `seen` pairs of its slot and those at `path`, itself among them.
-        cache: keys and values, [slots, room, kv heads, D]. tables: cosines and sines. V is 0 if
-        there is no head here.
+        cache: keys and values, [slots, room, kv heads, D]. tables: cosines and sines.
         """
-        panels, embed, norms = self._kept
+        panels, norms = self._panels, self._norms
         narrow = panels["fc"].dtype == torch.bfloat16
         given = [x.contiguous() for x in (tokens_BN, turns_BN, places_BN, seen_BQ, path_BQP)]
         inputs = [None if x is None else x.float().contiguous() for x in (features_BNF, h_BNH)]
         (rows, nodes), (asked, steps) = tokens_BN.shape, path_BQP.shape[1:]
         h_next = torch.empty(rows, asked, self._sizes[0])
-        logits = torch.empty(rows, asked, self.num_ids)
-        matrices = [panels[name].matrix for name in ("fc", "qkv", "out", "gate", "up", "down")]
-        head = panels["head"].matrix if self.num_ids else _Matrix()
+        logits = torch.empty(rows, asked, panels["head"].matrix.outputs)
+        names = ("fc", "qkv", "out", "gate", "up", "down", "head")
         model = _Drafter(
-            *matrices, head, *(x.data_ptr() for x in (embed, *norms, *tables)),
+            *(panels[name].matrix for name in names),
+            *(x.data_ptr() for x in (self.embed, *norms, *tables)),
             *self._sizes, narrow, torch.get_num_threads(), self._eps,
         )  # fmt: skip
         level = _Level(

@@ -335,7 +335,8 @@ class LlamaTarget(Target):
             self._try_bits()
 
     def _make_decoder(self) -> native.Decoder:
-        shape = self.shape
+        shape, head = self.shape, self.head.panels
+        assert head is not None, "native says that this target is"
         layers: list[dict[str, Any]] = [
             {name: linear.panels for name, linear in linears.items()}
             | {_NATIVE_NORMS[name]: norm for name, norm in norms.items()}
@@ -345,7 +346,7 @@ class LlamaTarget(Target):
             layers,
             self._dense["embed"],
             self._dense["norm"],
-            self.head.panels,
+            head,
             heads=(shape.num_heads, shape.num_kv_heads, shape.head_dim),
             taps=shape.tap_layers,
             narrow=self.dtype == torch.bfloat16,
