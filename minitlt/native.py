@@ -258,8 +258,8 @@ class Decoder:
                 setattr(to, name, value)
         self._hidden = embed.shape[1]
         self._model = _Model(
-            self._layers, embed.data_ptr(), norm.data_ptr(), None, head.matrix, len(layers), self._hidden,
-            *heads, (c_int64 * 3)(*taps), len(embed), narrow, 1, eps,
+            self._layers, embed.data_ptr(), norm.data_ptr(), None, head.matrix, len(layers),
+            self._hidden, *heads, (c_int64 * 3)(*taps), len(embed), narrow, 1, eps,
         )  # fmt: skip
 
     def __call__(
