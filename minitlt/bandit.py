@@ -81,8 +81,11 @@ class Bandit:
 
     where usual is the mean without the slowest tenth: first steps of a shape are slow, and a median
     is blind again (copied drafts cost nothing in the steps in which no row has a match).
-    Seconds belong to the bucket; acceptance hardly depends on company, so what other buckets saw
-    of it counts as `PRIOR_ROWS` row-steps. An arm is tried for `tries` row-steps in a bucket before
+    Seconds belong to the bucket, and within it they are scaled to the rows there are now, by the
+    power that this arm's seconds follow between two buckets: otherwise one measured with 31 rows
+    looks slow beside one measured with 17. Acceptance hardly depends on company, so what other
+    buckets saw of it counts as `PRIOR_ROWS` row-steps; but it changes along a text (copies of the
+    prompt stand at its beginning), so no more than `WINDOW_ROWS` row-steps are remembered. An arm is tried for `tries` row-steps in a bucket before
     it is judged there, unless it cannot win: more rows or more nodes never take less time. That
     bound is the break-even prior which keeps exploration cheap. Four row-steps may all be unlucky
     (with a draft that is right half of the time, one series in 16), so an arm is judged by what its
@@ -94,6 +97,8 @@ class Bandit:
     """
 
     PRIOR_ROWS = 16.0
+    WINDOW_ROWS = 128  # four steps of 32 rows: known to a tenth of a token
+    GROWTH = 0.5  # the power, where an arm is known in one bucket only
     SLACK = 1.1
     HOPE = 0.7  # tokens; somewhat less than the usual spread of a row's accepted drafts
     LEAST_STEPS = 2  # the first draft after a while also pays for what its drafter has missed
@@ -113,12 +118,13 @@ class Bandit:
         self.arms = list(dict.fromkeys(arms))
         self.epsilon, self.window, self.tries = epsilon, window, tries
         self._random = random.Random(seed)
-        # Per step, in windows: (tokens, rows) and seconds by bucket and arm, (tokens, rows) by arm.
+        # Per step, in windows: (tokens, rows) and (seconds, rows) by bucket and arm, (tokens, rows)
+        # by arm.
         self._here: dict[tuple[int, str], deque[tuple[int, int]]] = {}
-        self._seconds: dict[tuple[int, str], deque[float]] = {}
+        self._seconds: dict[tuple[int, str], deque[tuple[float, int]]] = {}
         self._anywhere: dict[str, deque[tuple[int, int]]] = {}
         self._tried: dict[str, float] = {}  # row-steps by arm; those of earlier rollouts fade
-        self._usuals: dict[tuple[int, str], float] = {}  # of _seconds, where known
+        self._usuals: dict[tuple[int, str], tuple[float, float]] = {}  # of _seconds, where known
 
     def begin(self) -> None:
         """A rollout begins."""
@@ -154,15 +160,25 @@ class Bandit:
         key = self.bucket(active), arm.name
         if key not in self._seconds:
             return 0.0
-        return active * (self.accept_length(active, arm) + hope) / self._usual(key)
+        return active * (self.accept_length(active, arm) + hope) / self.usual(active, arm.name)
 
-    def _usual(self, key: tuple[int, str]) -> float:
-        """Mean seconds without the slowest tenth, of two or more without the slowest."""
+    def usual(self, active: int, name: str) -> float:
+        """Seconds of a step of an arm that was tried in this bucket, with so many rows."""
+        bucket = self.bucket(active)
+        seconds, rows = self._mean((bucket, name))
+        others = [(b, name) for b in (bucket + 1, bucket - 1) if (b, name) in self._seconds]
+        power = self.GROWTH
+        if others:
+            more, other_rows = self._mean(others[0])
+            power = math.log(more / seconds) / math.log(other_rows / rows)
+        return seconds * (active / rows) ** min(max(power, 0.0), 1.0)
+
+    def _mean(self, key: tuple[int, str]) -> tuple[float, float]:
+        """Mean seconds and rows without the slowest tenth, of two or more without the slowest."""
         if key not in self._usuals:
-            seconds = sorted(self._seconds[key])
-            self._usuals[key] = fmean(
-                seconds[: len(seconds) - max(1, len(seconds) // 10)] or seconds
-            )
+            steps = sorted(self._seconds[key])
+            kept = steps[: len(steps) - max(1, len(steps) // 10)] or steps
+            self._usuals[key] = fmean(s for s, _ in kept), fmean(rows for _, rows in kept)
         return self._usuals[key]
 
     def choose(self, active: int) -> Arm:
@@ -187,18 +203,19 @@ class Bandit:
         if sum(rows for _, rows in anywhere) < self.tries or arm.source == OFF:
             return False
         highest = active * (self.accept_length(active, arm) + self.hope(arm)) * self.SLACK
-        return highest < best * self._least_seconds(self.bucket(active), arm)
+        return highest < best * self._least_seconds(active, arm)
 
-    def _least_seconds(self, bucket: int, arm: Arm) -> float:
+    def _least_seconds(self, active: int, arm: Arm) -> float:
         """What a step of it takes here, or a bound: no less than a smaller one took, of fewer rows
         or of a smaller draft by the same drafter."""
+        bucket = self.bucket(active)
         if len(self._seconds.get((bucket, arm.name), ())) >= self.tries:
-            return self._usual((bucket, arm.name))
+            return self.usual(active, arm.name)
         smaller = [
             a.name for a in self.arms if a.nodes <= arm.nodes and a.source in (OFF, arm.source)
         ]
         known = [
-            self._usual((b, name))
+            self.usual(active, name) if b == bucket else self._mean((b, name))[0]
             for (b, name), seconds in self._seconds.items()
             if b <= bucket and name in smaller and len(seconds) >= self.tries  # not one slow start
         ]
@@ -206,14 +223,20 @@ class Bandit:
 
     def record(self, active: int, arm: Arm, tokens: int, seconds: float) -> None:
         key = (self.bucket(active), arm.name)
-        self._remember(self._here, key, (tokens, active))
-        self._remember(self._seconds, key, max(seconds, 1e-9))
+        self._remember(self._here, key, (tokens, active), self.WINDOW_ROWS)
+        self._remember(self._seconds, key, (max(seconds, 1e-9), active))
         self._usuals.pop(key, None)
-        self._remember(self._anywhere, arm.name, (tokens, active))
+        self._remember(self._anywhere, arm.name, (tokens, active), self.WINDOW_ROWS)
         self._tried[arm.name] = self._tried.get(arm.name, 0) + active
 
-    def _remember(self, table: dict[Any, Any], key: Any, value: Any) -> None:
-        table.setdefault(key, deque(maxlen=self.window)).append(value)
+    def _remember(
+        self, table: dict[Any, Any], key: Any, value: Any, most: float = math.inf
+    ) -> None:
+        """most: row-steps to keep, and the step that is begun with them."""
+        steps = table.setdefault(key, deque(maxlen=self.window))
+        steps.append(value)
+        while sum(rows for _, rows in steps) - steps[0][1] >= most:
+            steps.popleft()
 
     def renew(self, source: str) -> None:
         """The drafter behind `source` changed: what its arms achieved is forgotten, what their
@@ -237,7 +260,7 @@ class Bandit:
         self._random.setstate((version, tuple(internal), gauss))
         fresh: Callable[..., Any] = functools.partial(deque, maxlen=self.window)
         self._here = {(b, name): fresh(map(tuple, v)) for b, name, v in state["here"]}
-        self._seconds = {(b, name): fresh(v) for b, name, v in state["seconds"]}
+        self._seconds = {(b, name): fresh(map(tuple, v)) for b, name, v in state["seconds"]}
         self._usuals.clear()
         self._tried = dict(state["tried"])
         self._anywhere = {name: fresh(map(tuple, v)) for name, v in state["anywhere"]}
