@@ -109,10 +109,10 @@ def _load(compiler: str) -> ctypes.CDLL:
     name = f"native-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     folder = cache_dir()
     path = folder / name
-    if path.is_file():
+    if _is_whole(path):
         try:
             return _typed(path)
-        except OSError:  # half a file, after a loss of power
+        except OSError:  # built where other libraries are
             logger.info("%s cannot be loaded and is built anew", path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,18 @@ def _build(compiler: str, path: Path) -> None:
             _run(compiler, *flags, "-c", str(source), "-o", made)
         whole = Path(work) / path.name
         _run(compiler, *FLAGS, "-shared", *objects, "-o", str(whole), "-lm")
+        with whole.open("ab") as file:  # loaders do not mind what stands behind a library
+            file.write(hashlib.sha256(whole.read_bytes()).digest())
         whole.replace(path)
+
+
+def _is_whole(path: Path) -> bool:
+    """To load half a file, as a loss of power may leave it, would kill the process."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    return data[-32:] == hashlib.sha256(data[:-32]).digest()
 
 
 def _run(*command: str) -> None:
@@ -254,8 +265,8 @@ class Decoder:
         Raises ValueError for tokens, parents and lengths that have no place.
         """
         size = tokens_BT.shape
-        tokens, lengths = tokens_BT.contiguous(), lengths_B.contiguous()
-        parents = None if parents_BT is None else parents_BT.contiguous()
+        tokens, lengths = tokens_BT.long().contiguous(), lengths_B.long().contiguous()
+        parents = None if parents_BT is None else parents_BT.long().contiguous()
         features, last = (torch.empty(*size, n * self._hidden) for n in (3, 1))
         self._model.turn, self._model.threads = turn.data_ptr(), torch.get_num_threads()
         _, slots, _, room, _ = cache_5.shape
@@ -266,14 +277,30 @@ class Decoder:
             *size, slots, first_slot, room,
         )  # fmt: skip
         wrong = self._library.forward(byref(self._model), byref(given))
+        if wrong == _NO_MEMORY:
+            raise MemoryError("no memory for a forward")
         if wrong:
-            raise (MemoryError if wrong == 1 else ValueError)(_WRONG[wrong])
+            raise ValueError(_misplaced(tokens, lengths, parents, self._model.vocab, room))
         return features, last
 
 
-_WRONG = {
-    1: "no memory for a forward",
-    2: "a token is outside of the vocabulary",
-    3: "a node's parent does not come before it",
-    4: "a row needs more cache positions than are reserved",
-}
+_NO_MEMORY = 1
+
+
+def _misplaced(
+    tokens_BT: Tensor, lengths_B: Tensor, parents_BT: Tensor | None, vocab: int, room: int
+) -> str:
+    """Which row native.c refused, and why."""
+    num_nodes = tokens_BT.shape[1]
+    for row, (tokens, length) in enumerate(zip(tokens_BT.tolist(), lengths_B.tolist(), strict=True)):
+        if length < 0:
+            return f"row {row} cannot begin at position {length}"
+        if length + num_nodes > room:
+            needs = length + num_nodes
+            return f"row {row} needs {needs} cache positions, only {room} are reserved"
+        if max(tokens) >= vocab:
+            return f"row {row}: token {max(tokens)} is outside of the vocabulary of {vocab}"
+        for node, parent in enumerate([] if parents_BT is None else parents_BT[row].tolist()):
+            if parent >= node:
+                return f"row {row}: node {node} must come after its parent, {parent}"
+    raise AssertionError("nothing is wrong")

@@ -608,5 +608,7 @@ def make_target(
     if backend == "fused" and not fused:
         raise ValueError(f"{config.model_type} has no fused path; use backend 'module'")
     chosen = LlamaTarget if backend != "module" and fused else ModuleTarget
-    logger.info("target: %s runs %s, in %s", config.model_type, chosen.backend, dtype)
-    return chosen(model, dtype=dtype, device=device, weights=weights)
+    target = chosen(model, dtype=dtype, device=device, weights=weights)
+    by = ", by native.c" if isinstance(target, LlamaTarget) and target.native else ""
+    logger.info("target: %s runs %s, in %s%s", config.model_type, chosen.backend, dtype, by)
+    return target
