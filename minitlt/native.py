@@ -292,14 +292,15 @@ def _misplaced(
 ) -> str:
     """Which row native.c refused, and why."""
     num_nodes = tokens_BT.shape[1]
-    for row, (tokens, length) in enumerate(zip(tokens_BT.tolist(), lengths_B.tolist(), strict=True)):
+    for row, length in enumerate(lengths_B.tolist()):
+        highest = int(tokens_BT[row].max())
         if length < 0:
             return f"row {row} cannot begin at position {length}"
         if length + num_nodes > room:
             needs = length + num_nodes
             return f"row {row} needs {needs} cache positions, only {room} are reserved"
-        if max(tokens) >= vocab:
-            return f"row {row}: token {max(tokens)} is outside of the vocabulary of {vocab}"
+        if highest >= vocab:
+            return f"row {row}: token {highest} is outside of the vocabulary of {vocab}"
         for node, parent in enumerate([] if parents_BT is None else parents_BT[row].tolist()):
             if parent >= node:
                 return f"row {row}: node {node} must come after its parent, {parent}"
