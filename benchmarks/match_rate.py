@@ -49,7 +49,7 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 from rollout import DTYPES, Bench, keys, machine  # noqa: E402
 
-from minitlt.linear import can_pack  # noqa: E402
+from minitlt.linear import Linear  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(options.threads)
     result = machine(options) | {"rows": options.rows, "match_rate": {}}
     for name, dtype in DTYPES.items():
-        if options.device == "cpu" and not can_pack(dtype):
+        if options.device == "cpu" and not Linear(dtype, torch.device("cpu")).packs:
             print(f"{name}: skipped, this processor cannot pack {name} weights", flush=True)
             continue
         options.dtype = name

@@ -148,7 +148,7 @@ def decoding_dtype(wish: str, trains_in: torch.dtype, device: torch.device) -> t
     """
     if wish != "auto":
         return {"fp32": torch.float32, "bf16": torch.bfloat16}[wish]
-    if device.type == "cpu" and trains_in.itemsize < 4 and not can_pack(trains_in):
+    if device.type == "cpu" and trains_in.itemsize < 4 and not Linear(trains_in, device).packs:
         return torch.float32
     return trains_in
 

@@ -48,6 +48,18 @@ def _the_process_is_left_as_it_was() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(params=["native", "packed"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a CPU decodes: by native.c, and without it by oneDNN's packed products."""
+    from minitlt import native
+
+    if request.param == "packed":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip(native.status())
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model and its tokenizer on disk, for all who do not write there."""

@@ -14,7 +14,7 @@ import torch
 from tiny import save_tiny_model
 
 import minitlt.models
-from minitlt.linear import can_pack
+from minitlt.linear import Linear
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # for _machine.py beside it
@@ -67,7 +67,7 @@ def test_a_quick_run_gives_every_figure(tiny, tmp_path, capsys):
     assert quoted["plain_over_hf_b1"] == rates["plain_b1"] / rates["hf_b1"]
     assert quoted["spec_over_hf_b16"] == rates["spec_b16"] / rates["hf_b16"]
     assert quoted["spec_over_vllm_b1"] > 0 and quoted["spec_over_vllm_b16"] > 0
-    packs = can_pack(torch.bfloat16)
+    packs = Linear(torch.bfloat16, torch.device("cpu")).packs
     assert written["vllm"]["our_dtype"] == ("bf16" if packs else "fp32")
     assert [job["sizes"] for job in tiny] == [[1, 2, 4, 16]]
     assert quoted["dtype"] == "fp32" and quoted["token_mismatches"] == 0

@@ -149,8 +149,8 @@ def test_a_drafter_learns_a_fixed_target_by_heart(kind, tmp_path):
     house.buffer.rows[0].prompt_len = 1  # the prompt is learnt too, as the first draft follows it
     trainer = DrafterTrainer(house.drafter, house.buffer, config)
     trainer.refresh_vocab()
-    for step in range(300):
-        trainer.rate_scale = 1 - step / 300
+    for step in range(400):
+        trainer.rate_scale = 1 - step / 400
         trainer.train_step()
     house.eagle.reload()
     trained = house.engine.generate(PROMPTS[4:5], params, KEYS[:1])
