@@ -9,10 +9,10 @@ repeat is as many rollouts in a row as give `--least` tokens: with few rows one 
 - `hf`: transformers' generate as TRL's GRPOTrainer calls it on a CPU: fp32, left padding, sampled;
 - `plain`: our engine without drafts;
 - `spec`: our engine with drafts, a bandit choosing among chains and small trees, on the rollouts of
-  `plain`. In fp32 they are the same because the keys are, up to near ties in trees: every token
-  is compared, and `token_mismatches` counts the differences. In bf16 both replay the completions
-  of `plain` once more for their ratio, there is nothing to compare, and one rollout of `spec`
-  that replays nothing is there for its exactness.
+  `plain`. In fp32 they are the same because the keys are (without native code up to near ties in
+  trees): every token is compared, and `token_mismatches` counts the differences. In bf16 both
+  replay the completions of `plain` once more for their ratio, there is nothing to compare, and one
+  rollout of `spec` that replays nothing is there for its exactness.
 - `--peer vllm` (an interpreter of its own, `benchmarks/vllm_peer.py`, which decodes in bf16): no
   stops, so that both emit the same number of tokens; ours in bf16 too where this processor packs
   it (`vllm.our_dtype` says).
@@ -26,7 +26,8 @@ Before a size is timed the bandit sees one rollout of that size.
 `exactness`, for every configuration that is timed, is the mean over emitted tokens of (-log p -
 entropy) under the fp32 transformers module, with its standard error: exact sampling gives 0.
 `step_ms` is the time of one forward for B rows of T tokens beside `floor_ms`, the time to read the
-weights once at the machine's measured bandwidth, and says where the rest goes (CPU only).
+weights once at the machine's measured bandwidth, and `step_parts_ms` says where the rest goes (CPU
+only; attention is in `rest of the forward` where native code decodes).
 
 The last line is one JSON object with the figures that are quoted; --out has all of them, by default
 under `runs/` (the committed ones were written with --out benchmarks/results/..). Timings mean
@@ -423,15 +424,11 @@ class Bench:
 def step_parts(target: Any, num: int) -> dict[str, float]:
     """Where one step of `num` rows at length 200 spends its milliseconds."""
     from minitlt.kernels import coupled_verify
-    from minitlt.slots import attend, plan_step
 
     tokens, lengths = torch.full((num, 1), 9), torch.full((num,), 200)
     shape = target.shape
     inputs = {"down": torch.randn(num, target.linears[0]["down"].num_inputs)}
     hidden = torch.randn(num, shape.hidden)
-    step = plan_step(tokens, lengths, None, 0, target.cache, masked=True)
-    step.stack_queries(shape, target.act_dtype)
-    q = torch.randn(num, shape.num_heads, shape.head_dim)
     ones, roots = torch.ones(num), torch.full((num, 1), -1)
     logits = torch.randn(num, 1, shape.vocab) * 3
 
@@ -440,21 +437,34 @@ def step_parts(target: Any, num: int) -> dict[str, float]:
             for name, linear in layer.items():
                 linear(inputs.get(name, hidden))
 
-    def attention() -> None:
-        for i in range(shape.num_layers):
-            attend(q, step.keys[i], step.values[i], step, (num, 1))
-
     parts = {
         "forward": milliseconds(lambda: target.forward(tokens, lengths)),
         "layer products": milliseconds(products),
         "head product": milliseconds(lambda: target.head(hidden)),
-        "attention": milliseconds(attention),
     }
+    if not target.native:  # where attention is a part of one call
+        parts["attention"] = milliseconds(attention_of(target, num))
     parts["rest of the forward"] = round(2 * parts["forward"] - sum(parts.values()), 1)
     parts["verify"] = milliseconds(
         lambda: coupled_verify(logits, lengths, lengths, ones, tokens, roots)
     )
     return parts
+
+
+def attention_of(target: Any, num: int) -> Callable[[], None]:
+    """That of all layers, over `num` rows of length 200."""
+    from minitlt.slots import attend, plan_step
+
+    shape, lengths = target.shape, torch.full((num,), 200)
+    step = plan_step(lengths[:, None], lengths, None, 0, target.cache, masked=True)
+    step.stack_queries(shape, target.act_dtype)
+    q = torch.randn(num, shape.num_heads, shape.head_dim)
+
+    def attention() -> None:
+        for i in range(shape.num_layers):
+            attend(q, step.keys[i], step.values[i], step, (num, 1))
+
+    return attention
 
 
 def run_peer(python: Path, job: dict[str, Any], threads: int) -> dict[str, Any]:

@@ -63,7 +63,8 @@ def examine() -> Iterator[Finding]:
     """All findings; each check is on its own, so that one broken package hides nothing else."""
     yield OK, "python", f"{platform.python_version()} on {platform.platform()}"
     yield from _packages()
-    checks = {"devices": _devices, "kernels": _kernels, "TRL seam": _seam, "models": _models}
+    checks = {"devices": _devices, "kernels": _kernels, "decoder": _decoder, "TRL seam": _seam,
+              "models": _models}  # fmt: skip
     for name, check in checks.items():
         try:
             yield from check()
@@ -120,6 +121,14 @@ def _kernels() -> Iterator[Finding]:
         chosen, reason = backend(torch.device(kind))
         slow = kind == "cuda" and chosen != "triton"
         yield NOTE if slow else OK, f"kernels on {kind}", f"{chosen} ({reason})"
+
+
+def _decoder() -> Iterator[Finding]:
+    from minitlt import native
+
+    found = native.library() is not None
+    slower = "" if found else "; without it decoding takes about twice as long"
+    yield OK if found else NOTE, "decoder on cpu", native.status() + slower
 
 
 def _seam() -> Iterator[Finding]:

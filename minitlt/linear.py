@@ -1,8 +1,9 @@
-"""A matrix product whose weight is replaced and never trained, packed for oneDNN on a CPU; RMSNorm.
+"""A matrix product whose weight is replaced and never trained, packed on a CPU; RMSNorm.
 
-Why it is a module of its own: on it rests that speculation changes no bit. Packed products give a
-row the same bits whatever other rows stand beside it, some from four rows on: `fewest_rows` tests
-that when weights are loaded, and fewer rows are then repeated up to that. The norms do so always.
+Why it is a module of its own: on it rests that speculation changes no bit. `native.py`'s products
+give a row the same bits in any company. Where there are none (no compiler), weights are packed for
+oneDNN, whose products do so in fp32, some from four rows on: `fewest_rows` tests that when weights
+are loaded, and fewer rows are then repeated up to that. The norms do so always.
 Left out: quantised weights. How to try it: `pytest tests/test_target.py`.
 Shape suffixes: N rows, H inputs, O outputs.
 """
@@ -27,9 +28,9 @@ _TRIED = 40_000  # outputs of single rows that are compared
 class Linear:
     """y = x W^T + b over a weight that is replaced, never trained.
 
-    On a CPU the weight is packed once for oneDNN (fp32 or bf16); activations stay fp32, and in fp32
-    what follows the product (`swish`, `mul`) happens before its result leaves the cache.
-    Elsewhere it is a plain matrix product in the weight's dtype.
+    On a CPU the weight (fp32 or bf16) is packed once, in `panels` for native code or else for oneDNN;
+    activations stay fp32, and in oneDNN's fp32 what follows the product (`swish`, `mul`) happens
+    before its result leaves the cache. Elsewhere it is a plain product in the weight's dtype.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -143,12 +144,13 @@ def decoding_dtype(wish: str, trains_in: torch.dtype, device: torch.device) -> t
 
     auto is the dtype of training, so that the policy that samples is the policy that learns; on a
     CPU without packed bf16 products it is fp32, which is faster there as well. So a run that trains
-    in fp32 keeps the promise that speculation changes no token, and bf16 is a choice:
-    in it a row's rounding depends on its company, and what holds is the law, not the token.
+    in fp32 keeps the promise that speculation changes no token, and bf16 is a choice: with native code
+    it keeps that promise as well; elsewhere a row's rounding depends on its company in bf16, and
+    what holds is the law, not the token.
     """
     if wish != "auto":
         return {"fp32": torch.float32, "bf16": torch.bfloat16}[wish]
-    if device.type == "cpu" and trains_in.itemsize < 4 and not can_pack(trains_in):
+    if device.type == "cpu" and trains_in.itemsize < 4 and not Linear(trains_in, device).packs:
         return torch.float32
     return trains_in
 
@@ -157,7 +159,7 @@ def fewest_rows(linear: Linear) -> int:
     """The least number of rows whose product has the bits it has in larger company, up to 64.
 
     That is 1 or 4, and a matter of processor and shape: some take another path for few rows.
-    A processor that needs still more in fp32 is warned about; in bf16 no bits are promised.
+    A processor that needs still more in fp32 is warned about; in oneDNN's bf16 none are promised.
     """
     x_NH = torch.randn(64, linear.num_inputs, generator=torch.Generator().manual_seed(0))
     y_NO = linear(x_NH)

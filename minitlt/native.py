@@ -1,4 +1,4 @@
-"""The CPU's decoder in C (native.c): built on this machine when first needed, called by ctypes.
+"""The CPU's decoder in C (native code): built on this machine when first needed, called by ctypes.
 
 Why C: the small operations of a forward, one by one from Python, take as long as a third of its
 products, and no library's products are both as fast as memory and alike in any company. Without a
@@ -96,7 +96,7 @@ class _Level(Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """native.c as a library, or None; the log says why."""
+    """native code as a library, or None; the log says why."""
     return _find()[0]
 
 
@@ -117,7 +117,7 @@ def _find() -> tuple[ctypes.CDLL | None, str]:
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
         text = f"{compiler} cannot build it: {one_line(said)[-300:]}"
-        logger.warning("native.c: %s; decoding goes on without it, at half the speed", text)
+        logger.warning("native code: %s; decoding goes on without it, at half the speed", text)
         return None, text
     return found, f"built by {compiler}"
 
@@ -130,10 +130,10 @@ def _load(compiler: str) -> ctypes.CDLL:
     name = f"native-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     folder = cache_dir()
     path = folder / name
-    if path.is_file():
+    if _is_whole(path):
         try:
             return _typed(path)
-        except OSError:  # half a file, after a loss of power
+        except OSError:  # built where other libraries are
             logger.info("%s cannot be loaded and is built anew", path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,18 @@ def _build(compiler: str, path: Path) -> None:
             _run(compiler, *flags, "-c", str(source), "-o", made)
         whole = Path(work) / path.name
         _run(compiler, *FLAGS, "-shared", *objects, "-o", str(whole), "-lm")
+        with whole.open("ab") as file:  # loaders do not mind what stands behind a library
+            file.write(hashlib.sha256(whole.read_bytes()).digest())
         whole.replace(path)
+
+
+def _is_whole(path: Path) -> bool:
+    """To load half a file, as a loss of power may leave it, would kill the process."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    return data[-32:] == hashlib.sha256(data[:-32]).digest()
 
 
 def _run(*command: str) -> None:
@@ -182,7 +193,7 @@ def _typed(path: Path) -> ctypes.CDLL:
 
 
 def runs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of this dtype on this device are decoded by native.c."""
+    """Whether weights of this dtype on this device are decoded by native code."""
     narrow_or_not = dtype in (torch.float32, torch.bfloat16)
     return device.type == "cpu" and narrow_or_not and library() is not None
 
@@ -280,8 +291,8 @@ class Decoder:
         Raises ValueError for tokens, parents and lengths that have no place.
         """
         size = tokens_BT.shape
-        tokens, lengths = tokens_BT.contiguous(), lengths_B.contiguous()
-        parents = None if parents_BT is None else parents_BT.contiguous()
+        tokens, lengths = tokens_BT.long().contiguous(), lengths_B.long().contiguous()
+        parents = None if parents_BT is None else parents_BT.long().contiguous()
         features, last = (torch.empty(*size, n * self._hidden) for n in (3, 1))
         scores = torch.empty(*size, self._model.head.outputs) if logits else None
         self._model.turn, self._model.threads = turn.data_ptr(), torch.get_num_threads()
@@ -294,8 +305,10 @@ class Decoder:
             *size, slots, first_slot, room,
         )  # fmt: skip
         wrong = self._library.forward(byref(self._model), byref(given))
+        if wrong == _NO_MEMORY:
+            raise MemoryError("no memory for a forward")
         if wrong:
-            raise (MemoryError if wrong == 1 else ValueError)(_WRONG[wrong])
+            raise ValueError(_misplaced(tokens, lengths, parents, self._model.vocab, room))
         return features, last, scores
 
 
@@ -357,14 +370,30 @@ class DraftLevel:
             rows, nodes, asked, steps, cache[0].shape[1],
         )  # fmt: skip
         wrong = self._library.draft(byref(model), byref(level))
-        if wrong:
-            raise (MemoryError if wrong == 1 else ValueError)(_WRONG[wrong])
+        if wrong == _NO_MEMORY:
+            raise MemoryError("no memory for a draft")
+        assert not wrong, "a drafter's tokens and places"
         return h_next, logits
 
 
-_WRONG = {
-    1: "no memory for a forward",
-    2: "a token is outside of the vocabulary",
-    3: "a node's parent does not come before it",
-    4: "a row needs more cache positions than are reserved",
-}
+_NO_MEMORY = 1
+
+
+def _misplaced(
+    tokens_BT: Tensor, lengths_B: Tensor, parents_BT: Tensor | None, vocab: int, room: int
+) -> str:
+    """Which row native code refused, and why."""
+    num_nodes = tokens_BT.shape[1]
+    for row, length in enumerate(lengths_B.tolist()):
+        highest = int(tokens_BT[row].max())
+        if length < 0:
+            return f"row {row} cannot begin at position {length}"
+        if length + num_nodes > room:
+            needs = length + num_nodes
+            return f"row {row} needs {needs} cache positions, only {room} are reserved"
+        if highest >= vocab:
+            return f"row {row}: token {highest} is outside of the vocabulary of {vocab}"
+        for node, parent in enumerate([] if parents_BT is None else parents_BT[row].tolist()):
+            if parent >= node:
+                return f"row {row}: node {node} must come after its parent, {parent}"
+    raise AssertionError("nothing is wrong")

@@ -9,6 +9,9 @@ entries behind it are masked now and overwritten later. There is no left padding
 Left out: paged memory (slots are plain, lazily touched tensors; what rows have in common is copied
 by `copy_slot`, not shared), sliding windows.
 
+The cache serves every target. `plan_step` and `attend` are of those that PyTorch computes: native code
+finds its places and attends by itself.
+
 How to try it: `pytest tests/test_target.py`.
 
 Shape suffixes: B rows, T query tokens, N = B*T, S cached positions read, K key/value heads, G query

@@ -2,11 +2,13 @@
 
 `forward` feeds every row a small tree of tokens and returns logits and taps; nothing is committed
 by it. Two ways to compute the same logits:
-- `LlamaTarget`, written out below for the Llama family (Llama, Mistral without sliding window,
-  Qwen2, Qwen3) over fused weights. On a CPU the weights are packed once for oneDNN. Packed products
-  give a row the same bits whatever other rows stand beside it (on some processors for four rows or
-  more: `linear.fewest_rows` looks), and so does grouped attention in blocks of the right sizes
-  (`slots.reach`): both are padded up to that. So chains decode to the very bits of plain decoding.
+- `LlamaTarget`, for the Llama family (Llama, Mistral without sliding window, Qwen2, Qwen3) over
+  fused weights. On a CPU with a C compiler, in fp32 or bf16, native code runs all of it: every node of
+  a tree decodes to the very bits of plain decoding. Else it is what is written out below. On a CPU
+  the weights are then packed for oneDNN, whose fp32 products give a row the same bits whatever
+  other rows stand beside it (on some processors for four rows or more: `linear.fewest_rows` looks),
+  and so does grouped attention in blocks of the right sizes (`slots.reach`): both are padded up to
+  that. So there chains in fp32 have the bits of plain decoding; in trees and bf16 the law holds.
 - `ModuleTarget`, any other rope decoder through its own transformers module, with a cache object
   of the transformers interface and an explicit 4-D mask. `PreTrainedModel` in, same surface out.
 
@@ -157,7 +159,8 @@ _DENSE = {"embed_tokens.weight": "embed", "norm.weight": "norm", "lm_head.weight
 
 
 class LlamaTarget(Target):
-    """The Llama family written out: four or five products and one cache write a layer.
+    """The Llama family: in C where `native` runs, else four or five products and one cache write
+    a layer, written out.
 
     `model` gives config, rotary frequencies and the first weights; it is not kept.
     """
@@ -609,5 +612,7 @@ def make_target(
     if backend == "fused" and not fused:
         raise ValueError(f"{config.model_type} has no fused path; use backend 'module'")
     chosen = LlamaTarget if backend != "module" and fused else ModuleTarget
-    logger.info("target: %s runs %s, in %s", config.model_type, chosen.backend, dtype)
-    return chosen(model, dtype=dtype, device=device, weights=weights)
+    target = chosen(model, dtype=dtype, device=device, weights=weights)
+    by = ", by native code" if isinstance(target, LlamaTarget) and target.native else ""
+    logger.info("target: %s runs %s, in %s%s", config.model_type, chosen.backend, dtype, by)
+    return target

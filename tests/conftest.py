@@ -48,12 +48,12 @@ def _the_process_is_left_as_it_was() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.fixture(params=["c", "numpy"])
-def cpu_sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both forms of the CPU's samplers: the one with a C compiler, and the one without."""
+@pytest.fixture(params=["native", "packed"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a CPU decodes: by native code, and without it by oneDNN's packed products."""
     from minitlt import native
 
-    if request.param == "numpy":
+    if request.param == "packed":
         monkeypatch.setattr(native, "library", lambda: None)
     elif native.library() is None:
         pytest.skip(native.status())

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import tiny_model
 from tiny import save_tiny_model
 
 import minitlt.models
-from minitlt.linear import can_pack
+from minitlt.linear import Linear
+from minitlt.target import make_target
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # for _machine.py beside it
@@ -67,7 +69,7 @@ def test_a_quick_run_gives_every_figure(tiny, tmp_path, capsys):
     assert quoted["plain_over_hf_b1"] == rates["plain_b1"] / rates["hf_b1"]
     assert quoted["spec_over_hf_b16"] == rates["spec_b16"] / rates["hf_b16"]
     assert quoted["spec_over_vllm_b1"] > 0 and quoted["spec_over_vllm_b16"] > 0
-    packs = can_pack(torch.bfloat16)
+    packs = Linear(torch.bfloat16, torch.device("cpu")).packs
     assert written["vllm"]["our_dtype"] == ("bf16" if packs else "fp32")
     assert [job["sizes"] for job in tiny] == [[1, 2, 4, 16]]
     assert quoted["dtype"] == "fp32" and quoted["token_mismatches"] == 0
@@ -112,6 +114,17 @@ def test_in_bf16_both_replay_and_one_rollout_of_each_size_does_not(
         texts = [text for _, text in calls[first : first + 8]]
         assert texts[1] == texts[3] == texts[4] and texts[5] == texts[6] == texts[7]
     assert quoted["exactness"].keys() == {"hf_b1", "plain_b1", "spec_b1", "plain_b8", "spec_b8"}
+
+
+def test_the_parts_of_a_step_are_what_can_be_told_apart(way, monkeypatch):
+    monkeypatch.setattr(rollout, "milliseconds", lambda run: 1.0 if run() is None else 5.0)
+    target = make_target(tiny_model())
+    target.reserve(2, 256)
+    parts = rollout.step_parts(target, 2)
+    assert ("attention" in parts) == (way == "packed")
+    assert {"forward", "layer products", "head product", "verify"} < parts.keys()
+    known = sum(parts.get(name, 0) for name in ("layer products", "head product", "attention"))
+    assert parts["rest of the forward"] == parts["forward"] - known
 
 
 def test_nothing_committed_is_written_over_by_default():

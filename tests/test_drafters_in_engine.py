@@ -69,6 +69,21 @@ def test_same_tokens_with_any_drafter(plain, arms):
             assert sum(house.engine.stats.accepted) > 8
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_tokens_either_way_of_decoding(way, dtype):
+    """In chains; in trees and with narrow weights too where native code decodes."""
+    exact = way == "native"
+    if dtype == torch.bfloat16 and not exact:
+        pytest.skip("oneDNN's narrow products promise the law, not the token")
+    arms = [["eagle-3"], ["ngram-4"], *([["eagle-4x3b5"], ["merged-3x3"]] if exact else [])]
+    want = House(["off"], dtype=dtype).tokens()
+    for arm in arms:
+        house = House(arm, dtype=dtype)
+        assert house.target.native == exact
+        assert house.tokens() == want == house.tokens(), arm
+        assert sum(house.engine.stats.accepted) > 8
+
+
 @functools.cache
 def at_temperature(arm, temperature):
     params = SamplingParams(max_new_tokens=16, stop_ids=(2,), temperature=temperature)
@@ -125,6 +140,9 @@ def test_rollouts_are_training_data(plain):
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
+# Seeds of prompts in whose greedy completions no two best logits are within 0.05 of each other:
+# there a last bit of the training would decide which of them is drafted.
+CLEAR = {"llama": 396, "llama_tied": 131, "qwen2": 149, "qwen3": 173}
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "qwen2")]
 
 
@@ -145,7 +163,11 @@ def test_a_drafter_learns_a_fixed_target_by_heart(kind, tmp_path):
     )
     house = House(["eagle-2"], kind=kind, config=config)
     params = SamplingParams(max_new_tokens=60, temperature=0.0)
-    untrained = house.engine.generate(PROMPTS[4:5], params, KEYS[:1])
+    prompts = random_prompts([9], seed=CLEAR[kind])
+    untrained = house.engine.generate(prompts, params, KEYS[:1])
+    row = torch.tensor([prompts[0] + untrained.completion_ids[0]])
+    best = house.target.forward(row, torch.tensor([0]))[0][0, 8:-1].topk(2).values
+    assert (best[:, 0] - best[:, 1]).min() > 0.05
     house.buffer.rows[0].prompt_len = 1  # the prompt is learnt too, as the first draft follows it
     trainer = DrafterTrainer(house.drafter, house.buffer, config)
     trainer.refresh_vocab()
@@ -153,7 +175,7 @@ def test_a_drafter_learns_a_fixed_target_by_heart(kind, tmp_path):
         trainer.rate_scale = 1 - step / 300
         trainer.train_step()
     house.eagle.reload()
-    trained = house.engine.generate(PROMPTS[4:5], params, KEYS[:1])
+    trained = house.engine.generate(prompts, params, KEYS[:1])
     assert trained.completion_ids == untrained.completion_ids
     assert max(untrained.stats.accept_by_position) < 0.5
     assert len(trained.stats.accept_by_position) == 2

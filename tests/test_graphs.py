@@ -4,6 +4,7 @@ import pytest
 import torch
 from models import random_prompts, tiny_model
 
+from minitlt import native
 from minitlt.graphs import MAX_ROWS, CudaCapture, StepGraphs, row_bucket
 from minitlt.ngram import NgramDrafter
 from minitlt.spec import Arm, Bandit, RolloutEngine, SamplingParams
@@ -22,7 +23,9 @@ def replayed(run):
 
 
 def graphed(model, capture=replayed):
-    target = make_target(model)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(native, "library", lambda: None)  # a GPU has none either
+        target = make_target(model)
     target.masks_short = False  # the kernel's path, as on a GPU
     target._graphs = StepGraphs(target._captured, capture)
     return target

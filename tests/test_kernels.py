@@ -24,7 +24,7 @@ U32 = 0xFFFFFFFF
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.usefixtures("cpu_sampler")
+@pytest.mark.usefixtures("way")
 def test_cpu_path_equals_the_definition(vocab: int):
     for seed in range(2):
         batch = hard_batch(vocab, seed)
@@ -47,7 +47,7 @@ def test_cpu_path_equals_the_definition(vocab: int):
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.usefixtures("cpu_sampler")
+@pytest.mark.usefixtures("way")
 def test_cpu_topk_equals_the_definition(vocab: int):
     batch = hard_batch(vocab, 1)
     ids = torch.arange(vocab) * 3 + 1
@@ -60,7 +60,7 @@ def test_cpu_topk_equals_the_definition(vocab: int):
         torch.testing.assert_close(got[3], want[3], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("cpu_sampler")
+@pytest.mark.usefixtures("way")
 def test_greedy_and_ties_go_to_the_lowest_id():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]]).expand(2, -1)
     flat = torch.zeros(2, 4)
@@ -84,7 +84,7 @@ def hash_inverse(h_zero_for: Tensor, row0: Tensor, row1: Tensor) -> Tensor:
     return ((h ^ row0) * inv_token) & U32 | h_zero_for * 0
 
 
-@pytest.mark.usefixtures("cpu_sampler")
+@pytest.mark.usefixtures("way")
 def test_a_hash_of_zero_is_seen_by_the_race():
     vocab, positions = 49_152, torch.arange(300_000)
     key = keys(1)
@@ -101,7 +101,7 @@ def test_a_hash_of_zero_is_seen_by_the_race():
         assert (int(got.tokens_Nk[0, 0]) == token) is wins
 
 
-@pytest.mark.usefixtures("cpu_sampler")
+@pytest.mark.usefixtures("way")
 def test_rows_do_not_depend_on_their_batch():
     batch = hard_batch(1000)
     whole, order = K.coupled_verify(**batch), torch.tensor([3, 0, 4, 2, 1])
@@ -127,7 +127,7 @@ def one_hot(rows: list[list[int]], vocab: int) -> Tensor:
     return torch.nn.functional.one_hot(torch.tensor(rows), vocab).float()
 
 
-@pytest.mark.usefixtures("cpu_sampler")
+@pytest.mark.usefixtures("way")
 def test_walk_accepts_cuts_and_pads():
     logits = one_hot([[1, 2, 3]] * 6, 5)
     limits = torch.tensor([3, 3, 3, 2, 0, 3])
@@ -152,7 +152,7 @@ def test_walk_accepts_cuts_and_pads():
     assert tree.nodes_BD.tolist() == [[0, 1, 3, -1]]
 
 
-@pytest.mark.usefixtures("cpu_sampler")
+@pytest.mark.usefixtures("way")
 def test_empty_batch_and_bad_arguments():
     empty = {name: x[:0] for name, x in hard_batch(31).items()}
     for verify in (K.coupled_verify, K.coupled_verify_ref):
@@ -166,7 +166,7 @@ def test_empty_batch_and_bad_arguments():
             top(torch.zeros(1, 3), keys(1), torch.zeros(1).long(), torch.ones(1), 4)
 
 
-@pytest.mark.usefixtures("cpu_sampler")
+@pytest.mark.usefixtures("way")
 def test_logprobs_are_those_of_the_deciding_row():
     batch = hard_batch(1000)
     batch["temperatures_B"][3] = 0.7
@@ -185,7 +185,7 @@ def test_logprobs_are_those_of_the_deciding_row():
 
 
 @pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.usefixtures("cpu_sampler")
+@pytest.mark.usefixtures("way")
 def test_self_draft_is_always_accepted(width: int):
     """The drafter's logits equal the target's: every best draft stands, in a tree too, where each
     node on the way has a second child; children come in falling order, so the best is the last."""
@@ -466,7 +466,7 @@ def test_thresholds_keep_what_transformers_keeps(top_k, top_p, min_p, temperatur
     assert K.sampling_thresholds(logits, temps * 0, top_k, top_p, min_p).eq(-torch.inf).all()
 
 
-@pytest.mark.usefixtures("cpu_sampler")
+@pytest.mark.usefixtures("way")
 def test_thresholds_only_mask_the_sample():
     batch = hard_batch(1000)
     batch["temperatures_B"][:] = 1.0

@@ -1,6 +1,6 @@
 """The samplers in C against the definitions: the noise's bits, and any shape and any logits.
 
-The cases of `test_kernels.py` run through them as well (`cpu_sampler`)."""
+The cases of `test_kernels.py` run through them as well (`way`)."""
 
 import pytest
 import torch

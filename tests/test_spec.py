@@ -142,6 +142,31 @@ def test_trees_change_nothing(temperature, shape, script):
         assert got.stats.accept_length > 1.5
 
 
+@functools.cache
+def target_by(way, kind, dtype):
+    made = make_target(tiny_model(kind), dtype=dtype)
+    assert made.native == (way == "native")
+    return made
+
+
+@pytest.mark.parametrize("shape", ["4", "2x3", "3x4"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_either_way_of_decoding_keeps_its_promise(way, dtype, kind, shape):
+    """Trees and narrow weights change nothing where native code decodes, chains in fp32 nowhere."""
+    if way == "packed" and (dtype, shape) != (torch.float32, "4"):
+        pytest.skip("the law, not the token")
+    which, prompts = target_by(way, kind, dtype), random_prompts(LENGTHS)
+    for temperature in (0.0, 1.0):
+        plain = run(params_at(temperature), prompts, which=which)
+        for script in SCRIPTS.values():
+            drafter = ScriptedDrafter(known(prompts, plain), script)
+            got = run(params_at(temperature), prompts, f"scripted-{shape}", [drafter], which=which)
+            assert_same(got, plain)
+            if which.native:
+                assert got.logprobs == plain.logprobs  # to the bit
+
+
 @pytest.mark.parametrize("kind", OTHERS)
 def test_speculation_changes_nothing_for_models_of_other_kinds(kind):
     prompts, which = random_prompts(LENGTHS), target(kind, torch.float64)

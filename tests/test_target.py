@@ -7,9 +7,9 @@ import torch
 from models import KINDS, OTHERS, SIZES, random_prompts, tiny_model
 from transformers import NanoChatConfig, NanoChatForCausalLM
 
-from minitlt import slots
+from minitlt import native, slots
 from minitlt.draft import default_taps
-from minitlt.linear import Linear, Residual, can_pack, decoding_dtype, fewest_rows, norm_factor
+from minitlt.linear import Linear, Residual, decoding_dtype, fewest_rows, norm_factor
 from minitlt.slots import SlotCache, TargetShape
 from minitlt.target import (
     LlamaTarget,
@@ -19,6 +19,7 @@ from minitlt.target import (
     refuse_unsupported,
 )
 
+BOTH_WAYS = pytest.mark.usefixtures("way")
 EVERY_PATH = pytest.mark.parametrize(
     ("kind", "backend"), [("llama", "fused"), ("llama", "module"), *((k, "module") for k in OTHERS)]
 )
@@ -33,6 +34,7 @@ def feed(target, prompts, first_slot=0):
     return out
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("kind", "backend"), [*((k, "fused") for k in KINDS), *((k, "module") for k in KINDS | OTHERS)]
@@ -108,13 +110,15 @@ def large_target(dtype=torch.float32):
         max_position_embeddings=1024,
     )
     target = make_target(model, dtype=dtype, backend="fused")
-    if not target.head.packed:
+    if not target.head.packs:
         pytest.skip("this processor cannot pack weights of this dtype")
-    if dtype == torch.bfloat16 and not all(map(keeps_bits, products_of(target))):
+    narrow = target.head.packed and dtype == torch.bfloat16
+    if narrow and not all(map(keeps_bits, products_of(target))):
         pytest.skip("this processor's bf16 products do not, and nothing is promised of them")
     return target
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shortest", [130, 300])
 def test_a_rows_bits_do_not_depend_on_its_company(dtype, shortest):
@@ -165,6 +169,7 @@ def test_attention_here_keeps_bits(sizes):
     assert slots.attention_keeps_bits(shape, torch.float32)
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("length", [20, 105, 130, 300])
 def test_a_prompt_has_the_same_bits_in_any_pieces(length):
     target = large_target()
@@ -180,13 +185,19 @@ def test_a_prompt_has_the_same_bits_in_any_pieces(length):
             assert torch.equal(layer[0, :, :length], layer[1, :, :length]), cut
 
 
+def packed_weights(target):
+    linears = [w for layer in getattr(target, "linears", ()) for w in layer.values()]
+    return [w.panels.panels_PKW if w.panels else w.weight for w in linears]
+
+
+@BOTH_WAYS
 @pytest.mark.parametrize("kind", ["llama", "llama_tied", "qwen2"])
 @pytest.mark.parametrize("backend", ["fused", "module"])
 def test_refresh_equals_a_new_target_and_keeps_references(kind, backend):
     old, new = tiny_model(kind, seed=0), tiny_model(kind, seed=1)
     target = make_target(old, backend=backend)
     embed = target.embed_weight
-    packed = [w.weight for layer in getattr(target, "linears", ()) for w in layer.values()]
+    packed = packed_weights(target)
     target.refresh(reversed(list(full_state(new))))
     fresh = make_target(new, backend=backend)
     tokens = torch.tensor([[4, 5, 6]])
@@ -198,8 +209,7 @@ def test_refresh_equals_a_new_target_and_keeps_references(kind, backend):
     assert target.embed_weight.data_ptr() == embed.data_ptr()
     assert torch.equal(embed, new.get_input_embeddings().weight)
     if backend == "fused":  # packed weights too are written over, not made anew
-        now = [w.weight for layer in target.linears for w in layer.values()]
-        assert all(a is b for a, b in zip(now, packed, strict=True))
+        assert packed and all(a is b for a, b in zip(packed_weights(target), packed, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["fused", "module"])
@@ -213,6 +223,7 @@ def test_refresh_names_what_is_missing_or_foreign(backend):
         target.refresh([*named, ("model.layers.0.self_attn.extra.weight", torch.zeros(1))])
 
 
+@BOTH_WAYS
 def test_a_row_that_leaves_its_slot_is_an_error():
     target = make_target(tiny_model())
     target.reserve(1, 100)
@@ -276,12 +287,12 @@ def test_slot_cache_states_its_size():
     assert cache.length == 128 and cache.layers[0].shape == (2, 4, 128, 12)
 
 
-def test_backends_are_chosen_by_what_is_exact(caplog):
+def test_backends_are_chosen_by_what_is_exact(caplog, way):
     with caplog.at_level(logging.INFO, logger="minitlt.target"):
         assert isinstance(make_target(tiny_model("qwen3")), LlamaTarget)
         assert isinstance(make_target(tiny_model(hidden_act="gelu")), ModuleTarget)
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.INFO] == [
-        "target: qwen3 runs fused, in torch.float32",
+        "target: qwen3 runs fused, in torch.float32" + ", by native code" * (way == "native"),
         "target: llama runs module, in torch.float32",
     ]
 
@@ -312,8 +323,9 @@ def test_rotary_frequencies_stay_wide_in_a_bf16_module():
     assert next(target.module.parameters()).dtype == torch.bfloat16
 
 
-def test_a_long_chunk_equals_short_ones_where_a_kernel_reads_ancestor_bits():
+def test_a_long_chunk_equals_short_ones_where_a_kernel_reads_ancestor_bits(monkeypatch):
     """The path of a GPU, on a CPU: chunks longer than a tree's 64 nodes use the mask."""
+    monkeypatch.setattr(native, "library", lambda: None)
     model = tiny_model()
     prompt = torch.tensor(random_prompts([100]))
     want = make_target(model)
@@ -329,11 +341,12 @@ def test_a_long_chunk_equals_short_ones_where_a_kernel_reads_ancestor_bits():
     torch.testing.assert_close(tail[0], logits[0, 90:], atol=1e-4, rtol=0)
 
 
+@BOTH_WAYS
 def test_auto_decodes_in_the_dtype_of_training_where_that_is_fast():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert decoding_dtype("auto", torch.float32, cpu) == torch.float32
     assert decoding_dtype("auto", torch.bfloat16, gpu) == torch.bfloat16
-    packs = can_pack(torch.bfloat16)
+    packs = Linear(torch.bfloat16, cpu).packs
     want = torch.bfloat16 if packs else torch.float32
     assert decoding_dtype("auto", torch.bfloat16, cpu) == want
     assert decoding_dtype("bf16", torch.float32, cpu) == torch.bfloat16
@@ -377,6 +390,7 @@ def test_a_processor_whose_products_need_more_than_four_rows_is_named(few, caplo
 
 def test_attention_that_depends_on_company_is_noticed_and_named(monkeypatch, caplog):
     """An attention whose last bit depends on how much is read, or on how many nodes are asked."""
+    monkeypatch.setattr(native, "library", lambda: None)  # it has an attention of its own
     shape, real = TargetShape.from_config(tiny_model().config), slots.attend
     for part in (0, 1):
 
