@@ -363,20 +363,22 @@ class RolloutEngine:
         return sum(nums)
 
     def _fetch(self, draft: Draft, verified: Verified) -> tuple[list[list[int]], list[int]]:
-        """What the rows emitted and how deep their drafts were, in one transfer to the host."""
-        last_B1 = verified.num_emit_B[:, None] - 1
-        drafted_BT = draft.parents_BT == verified.nodes_BD.gather(1, last_B1)
-        right_BT = drafted_BT & (draft.tokens_BT == verified.tokens_BD.gather(1, last_B1))
-        marks_B = 2 * drafted_BT.any(1).long() - right_BT.any(1).long()  # of the last token
-        deepest_B = depths(draft.parents_BT).amax(1)
-        counts_B4 = torch.stack(
-            [verified.num_emit_B, verified.num_nan_B, deepest_B, marks_B], dim=1
-        )
-        parts = (counts_B4, verified.tokens_BD, verified.logprobs_BD)
-        table = torch.cat([part.double() for part in parts], dim=1).tolist()  # exact in fp64
-        most, emitted = verified.tokens_BD.shape[1], []
-        for row, (num, num_nan, _, mark, *values) in zip(self.active, table, strict=True):
-            tokens, logprobs = [int(t) for t in values[: int(num)]], values[most:]
+        """What the rows emitted and how deep their drafts were, in one transfer (fp64: exact)."""
+        ints = [verified.num_emit_B[:, None], verified.num_nan_B[:, None], draft.tokens_BT]
+        ints += [draft.parents_BT, verified.nodes_BD, verified.tokens_BD]
+        table = torch.cat([torch.cat(ints, 1).double(), verified.logprobs_BD.double()], 1).tolist()
+        most, emitted, deepest = verified.tokens_BD.shape[1], [], []
+        for row, values in zip(self.active, table, strict=True):
+            num, num_nan = int(values[0]), int(values[1])
+            cuts = range(2, len(values), most)
+            drafts, parents, nodes, tokens, logprobs = (values[i : i + most] for i in cuts)
+            there = [t for t, up in zip(drafts, parents, strict=True) if up == nodes[num - 1]]
+            mark = (1 if tokens[num - 1] in there else 2) if there else 0  # of the last token
+            depth_T = [0]
+            for up in parents[1:]:
+                depth_T.append(depth_T[int(up)] + 1 if up >= 0 else 0)
+            deepest.append(max(depth_T))
+            tokens = [int(token) for token in tokens[:num]]
             if num_nan and -torch.inf in logprobs:
                 raise RuntimeError(
                     f"the policy's logits are all NaN (row {row.index}, token {len(row.tokens)}): "
@@ -389,10 +391,10 @@ class RolloutEngine:
                 tokens = tokens[:end]
             row.tokens += tokens
             row.logprobs += logprobs[: len(tokens)]
-            row.accepted += ([1] * (int(num) - 1) + [int(mark)])[: len(tokens)]
-            self.stats.nan_logits += int(num_nan)
+            row.accepted += ([1] * (num - 1) + [mark])[: len(tokens)]
+            self.stats.nan_logits += num_nan
             emitted.append(tokens)
-        return emitted, [int(depth) for _, _, depth, *_ in table]
+        return emitted, deepest
 
     def _retire(self) -> None:
         """Finished rows leave; the last active row takes the freed slot."""

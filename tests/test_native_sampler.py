@@ -55,6 +55,22 @@ def test_noise_is_the_definitions_bit_for_bit():
         assert torch.equal(scores.view(torch.int32), want)
 
 
+def test_no_close_race_is_lost():
+    """Of two tokens the second one's hash is the next smaller: it wins by last bits, or ties."""
+    gen, key, at = torch.Generator().manual_seed(0), keys(1), torch.tensor([3])
+    words = [int(word) for word in K.row_words(key, at)]
+    won = 0
+    for bits in torch.randint(1000, 3_000_000, (2000,), generator=gen).tolist():
+        ids = ids_of(torch.tensor([bits, bits - 1]), *words)
+        for x in (0.0, 5000.0):
+            args = torch.full((1, 2), x), key, at, torch.ones(1), 1, ids
+            got, want = native_sampler.topk(*args), K.gumbel_topk_ref(*args)
+            assert torch.equal(got[1], want.index_Nk)
+            assert torch.equal(got[2], want.scores_Nk)
+            won += int(got[1])
+    assert won > 1000
+
+
 @st.composite
 def logits(draw: st.DrawFn, *sizes: int) -> Tensor:
     """Any of what makes a row hard: ties, huge and tiny numbers, order, NaN, both infinities."""

@@ -211,11 +211,14 @@ INLINE void pass_of(const Row *row, const enum race race, const int plain, int64
 static void pass(const Row *row, enum race race, int64_t k, float *scores, int64_t *index, double *sums)
 {
     int plain = row->divisor == 1.0f && row->limit == -INFINITY && row->top < FLT_MAX && !row->num_nan;
-    if (race == GREEDY) pass_of(row, GREEDY, 0, k, scores, index, sums);
-    else if (race && plain) pass_of(row, NOISY, 1, k, scores, index, sums);
-    else if (race) pass_of(row, NOISY, 0, k, scores, index, sums);
-    else if (plain) pass_of(row, NONE, 1, k, scores, index, sums);
-    else pass_of(row, NONE, 0, k, scores, index, sums);
+#define CASE(RACE)                                                       \
+    case RACE:                                                           \
+        if (plain) pass_of(row, RACE, 1, k, scores, index, sums);        \
+        else pass_of(row, RACE, 0, k, scores, index, sums);              \
+        break;
+    switch (race) {
+        CASE(NONE) CASE(GREEDY) CASE(NOISY)
+    }
 }
 
 /* The k best of a row: scores, index, logprobs. `from`, if given, decides instead of x, which still
