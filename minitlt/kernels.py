@@ -32,7 +32,7 @@ written. Rejection sampling cannot be that cheap: its residual max(p - q, 0) nee
 normalisers before it can be sampled, so the rejected row is read twice. It is here in PyTorch only.
 
 On a CPU the same bound turns two logarithms per token into one divide (`kernels_cpu`, and
-`sampler.c` where there is a C compiler).
+`csrc/sampler.c` where there is a C compiler).
 
 Conventions: ties go to the lowest id; NaN counts as -inf and is counted; +inf is the largest float;
 a row of -inf yields token 0 with logprob -inf; T = 0 is the argmax of the logits, with no noise.

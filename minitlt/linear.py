@@ -28,7 +28,7 @@ _TRIED = 40_000  # outputs of single rows that are compared
 class Linear:
     """y = x W^T + b over a weight that is replaced, never trained.
 
-    On a CPU the weight (fp32 or bf16) is packed once, in `panels` for native code or else for oneDNN;
+    On a CPU the weight (fp32 or bf16) is packed once, in `panels` for native code, else for oneDNN;
     activations stay fp32, and in oneDNN's fp32 what follows the product (`swish`, `mul`) happens
     before its result leaves the cache. Elsewhere it is a plain product in the weight's dtype.
     """
@@ -144,8 +144,8 @@ def decoding_dtype(wish: str, trains_in: torch.dtype, device: torch.device) -> t
 
     auto is the dtype of training, so that the policy that samples is the policy that learns; on a
     CPU without packed bf16 products it is fp32, which is faster there as well. So a run that trains
-    in fp32 keeps the promise that speculation changes no token, and bf16 is a choice: with native code
-    it keeps that promise as well; elsewhere a row's rounding depends on its company in bf16, and
+    in fp32 keeps the promise that speculation changes no token, and bf16 is a choice: with native
+    code it keeps that promise as well; elsewhere a row's rounding depends on its company in bf16, and
     what holds is the law, not the token.
     """
     if wish != "auto":

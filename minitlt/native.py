@@ -1,4 +1,4 @@
-"""The CPU's decoder in C (native code): built on this machine when first needed, called by ctypes.
+"""What a CPU computes in C (csrc/): built on this machine when first needed, called by ctypes.
 
 Why C: the small operations of a forward, one by one from Python, take as long as a third of its
 products, and no library's products are both as fast as memory and alike in any company. Without a
@@ -96,12 +96,12 @@ class _Level(Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """native code as a library, or None; the log says why."""
+    """csrc/ as a library, or None; the log says why."""
     return _find()[0]
 
 
 def status() -> str:
-    """Whether the CPU's decoder is there, and why not."""
+    """Whether it is there, and why not."""
     return _find()[1]
 
 
@@ -117,7 +117,7 @@ def _find() -> tuple[ctypes.CDLL | None, str]:
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
         text = f"{compiler} cannot build it: {one_line(said)[-300:]}"
-        logger.warning("native code: %s; decoding goes on without it, at half the speed", text)
+        logger.warning("csrc/: %s; decoding goes on without it, at half the speed", text)
         return None, text
     return found, f"built by {compiler}"
 
@@ -193,7 +193,7 @@ def _typed(path: Path) -> ctypes.CDLL:
 
 
 def runs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of this dtype on this device are decoded by native code."""
+    """Whether weights of this dtype on this device are decoded in C."""
     narrow_or_not = dtype in (torch.float32, torch.bfloat16)
     return device.type == "cpu" and narrow_or_not and library() is not None
 
@@ -382,7 +382,7 @@ _NO_MEMORY = 1
 def _misplaced(
     tokens_BT: Tensor, lengths_B: Tensor, parents_BT: Tensor | None, vocab: int, room: int
 ) -> str:
-    """Which row native code refused, and why."""
+    """Which row was refused, and why."""
     num_nodes = tokens_BT.shape[1]
     for row, length in enumerate(lengths_B.tolist()):
         highest = int(tokens_BT[row].max())

@@ -9,8 +9,8 @@ entries behind it are masked now and overwritten later. There is no left padding
 Left out: paged memory (slots are plain, lazily touched tensors; what rows have in common is copied
 by `copy_slot`, not shared), sliding windows.
 
-The cache serves every target. `plan_step` and `attend` are of those that PyTorch computes: native code
-finds its places and attends by itself.
+The cache serves every target. `plan_step` and `attend` are of those that PyTorch computes: native
+code finds its places and attends by itself.
 
 How to try it: `pytest tests/test_target.py`.
 

@@ -3,9 +3,9 @@
 `forward` feeds every row a small tree of tokens and returns logits and taps; nothing is committed
 by it. Two ways to compute the same logits:
 - `LlamaTarget`, for the Llama family (Llama, Mistral without sliding window, Qwen2, Qwen3) over
-  fused weights. On a CPU with a C compiler, in fp32 or bf16, native code runs all of it: every node of
-  a tree decodes to the very bits of plain decoding. Else it is what is written out below. On a CPU
-  the weights are then packed for oneDNN, whose fp32 products give a row the same bits whatever
+  fused weights. On a CPU with a C compiler, in fp32 or bf16, native code runs all of it: every node
+  of a tree decodes to the very bits of plain decoding. Else it is what is written out below. On a
+  CPU the weights are then packed for oneDNN, whose fp32 products give a row the same bits whatever
   other rows stand beside it (on some processors for four rows or more: `linear.fewest_rows` looks),
   and so does grouped attention in blocks of the right sizes (`slots.reach`): both are padded up to
   that. So there chains in fp32 have the bits of plain decoding; in trees and bf16 the law holds.

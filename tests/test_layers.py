@@ -33,9 +33,9 @@ ALLOWED = {
     "sampling": {"draft", "kernels"},
     "spec": {"bandit", "draft", "kernels", "sampling", "slots", "target"},
     # the drafter and its training; spec and drafter never import each other
-    "eagle3": {"draft", "kernels", "linear", "tensorfile"},
+    "eagle3": {"draft", "kernels", "linear", "native", "tensorfile"},
     "ngram": {"draft", "eagle3"},
-    "drafter": {"draft", "kernels", "eagle3", "ngram"},
+    "drafter": {"draft", "kernels", "eagle3", "native", "ngram"},
     "distill": {"kernels", "eagle3"},
     "export": {"eagle3", "drafter"},
     "ranks": set(),
