@@ -145,8 +145,8 @@ def decoding_dtype(wish: str, trains_in: torch.dtype, device: torch.device) -> t
     auto is the dtype of training, so that the policy that samples is the policy that learns; on a
     CPU without packed bf16 products it is fp32, which is faster there as well. So a run that trains
     in fp32 keeps the promise that speculation changes no token, and bf16 is a choice: with native
-    code it keeps that promise as well; elsewhere a row's rounding depends on its company in bf16, and
-    what holds is the law, not the token.
+    code it keeps that promise as well; elsewhere a row's rounding depends on its company in bf16,
+    and what holds is the law, not the token.
     """
     if wish != "auto":
         return {"fp32": torch.float32, "bf16": torch.bfloat16}[wish]
