@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from models import KINDS, random_prompts, tiny_model
 
 from minitlt import doctor, native
+from minitlt.spec import RolloutEngine, SamplingParams
 from minitlt.target import full_state, make_target
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -389,6 +390,10 @@ def test_a_compiler_that_fails_is_said_once_and_done_without(anew, caplog):
     assert "false cannot build it" in said and "without it" in said
     target = make_target(tiny_model())
     assert not target.native and target.head.panels is None
+    params, prompts = SamplingParams(max_new_tokens=8, temperature=0.0), random_prompts([9, 4])
+    both = target, make_target(tiny_model(), backend="module")
+    done, want = (RolloutEngine(t).generate(prompts, params, [1, 2]) for t in both)
+    assert done.completion_ids == want.completion_ids
     state, text = finding()
     assert state == doctor.NOTE and "false cannot build it" in text
 

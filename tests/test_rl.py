@@ -74,7 +74,7 @@ def test_copied_drafts_prove_themselves_again_with_every_policy(model_dir, tmp_p
     assert "ngram-2" in trainer.last_rollout.stats.arms_by_rows["4"]
 
 
-def test_speculation_on_and_off_give_the_same_run(model_dir, tmp_path):
+def test_speculation_on_and_off_give_the_same_run(way, model_dir, tmp_path):
     """Same completions, rewards and final policy weights after 3 optimizer steps."""
     results = []
     for name, arms in (("off", ["off"]), ("on", ["ngram-3", "eagle-2", "eagle-4"])):
