@@ -9,10 +9,11 @@ repeat is as many rollouts in a row as give `--least` tokens: with few rows one 
 - `hf`: transformers' generate as TRL's GRPOTrainer calls it on a CPU: fp32, left padding, sampled;
 - `plain`: our engine without drafts;
 - `spec`: our engine with drafts, a bandit choosing among chains and small trees, on the rollouts of
-  `plain`. In fp32 they are the same because the keys are (without native code up to near ties in
-  trees): every token is compared, and `token_mismatches` counts the differences. In bf16 both
-  replay the completions of `plain` once more for their ratio, there is nothing to compare, and one
-  rollout of `spec` that replays nothing is there for its exactness.
+  `plain`. They are the same because the keys are: every token is compared, and `token_mismatches`
+  counts the differences (with native code in either dtype; without it in fp32, up to near ties in
+  trees). Without native code both replay the completions of `plain` in bf16 once more for their
+  ratio, there is nothing to compare, and one rollout of `spec` that replays nothing is there for
+  its exactness.
 - `--peer vllm` (an interpreter of its own, `benchmarks/vllm_peer.py`, which decodes in bf16): no
   stops, so that both emit the same number of tokens; ours in bf16 too where this processor packs
   it (`vllm.our_dtype` says).
@@ -152,15 +153,18 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        from minitlt import native
         from minitlt.config import DEFAULT_RECIPE, find_recipe, load_config
         from minitlt.models import resolve_model
         from minitlt.tasks import encode_prompt, load_task
 
-        self.options, self.replays = options, options.dtype != "fp32"
+        self.options = options
         self.recipe = load_config(find_recipe(DEFAULT_RECIPE))
         self.folder = resolve_model(self.recipe.trl["model_name_or_path"])
         load: Any = AutoModelForCausalLM.from_pretrained
         self.device = torch.device(options.device)
+        exact = options.dtype == "fp32" or native.runs(DTYPES[options.dtype], self.device)
+        self.replays = not exact
         self.model = load(self.folder, dtype=torch.float32).to(self.device).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
         task = load_task(self.recipe.task["name"], **{**self.recipe.task["options"], "seed": 1})
