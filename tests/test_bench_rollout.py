@@ -16,6 +16,7 @@ from tiny import save_tiny_model
 
 import minitlt.models
 from minitlt.linear import Linear
+from minitlt import native
 from minitlt.target import make_target
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -85,9 +86,17 @@ def test_a_quick_run_gives_every_figure(tiny, tmp_path, capsys):
     assert all(12 <= one["tokens"] <= 12 + 6 * 32 for one in written["speculation"].values())
 
 
-def test_in_bf16_both_replay_and_one_rollout_of_each_size_does_not(
+def test_in_bf16_tokens_are_compared_too_where_native_code_decodes(tiny, tmp_path, capsys):
+    if native.library() is None:
+        pytest.skip(native.status())
+    quoted, _ = run(tmp_path, capsys, "--dtype", "bf16", "--sizes", "2", "--least", "1")
+    assert quoted["dtype"] == "bf16" and quoted["token_mismatches"] == 0
+
+
+def test_without_it_both_replay_and_one_rollout_of_each_size_does_not(
     tiny, tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setattr(native, "library", lambda: None)
     calls, engines = [], rollout.Bench.engines
 
     def watch(engine, name):
