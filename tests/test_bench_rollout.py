@@ -15,8 +15,8 @@ from models import tiny_model
 from tiny import save_tiny_model
 
 import minitlt.models
-from minitlt.linear import Linear
 from minitlt import native
+from minitlt.linear import Linear
 from minitlt.target import make_target
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
