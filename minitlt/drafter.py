@@ -43,7 +43,6 @@ from torch import Tensor
 from minitlt.draft import Draft, Drafter, RowState, Taps, chain_parents
 from minitlt.eagle3 import DrafterConfig, Eagle3Drafter
 from minitlt.kernels import gumbel_topk
-from minitlt.native import DraftLevel
 
 _TAIL = 16  # up to this many new pairs are computed together with the first draft
 _FILL = 512  # more are written first, this many at a time
@@ -106,7 +105,6 @@ class Eagle3Proposer(Drafter):
         self._cached: list[int] = []  # pairs whose keys and values come from the target's taps
         self._buffers: dict[str, Tensor] = {}
         self._slot_N1 = torch.zeros(0, 1, dtype=torch.int64)
-        self._level: DraftLevel | None = None  # in C, where there is a compiler
 
     # What the engine tells.
 
@@ -191,34 +189,42 @@ class Eagle3Proposer(Drafter):
         """A chain, or for width > 1 the best `nodes` of a tree. Rows that have no pair yet (a
         prompt of one token) get pads."""
         num_rows, width = len(rows.roots_B), min(width, self.model.config.draft_vocab_size)
-        lengths, self._level = self._lengths[:num_rows], self.model.native_level()
-        num_new = self._catch_up(num_rows)
-        read = max(lengths) + (depth - 1) * width
+        new_pairs = self._catch_up(num_rows)
+        trees = self.model.native_trees() if rows.coupled else None
+        if trees is not None and self._buffers["features"].dtype in (torch.float32, torch.bfloat16):
+            each = rows.roots_B, rows.keys_B, rows.positions_B, torch.tensor(new_pairs)
+            noise = rows.temperatures_B, rows.stop_ids
+            shape = depth, width, nodes
+            return Draft(*trees(self._buffers, self.model.turns, each, *noise, *shape))
+        read = max(self._lengths[:num_rows]) + (depth - 1) * width
         read = min(-(-read // _READ_STEP) * _READ_STEP, self._length)
-        h_BH, logits_BV = self._first(num_rows, num_new, rows.positions_B, read)
+        h_BH, logits_BV = self._first(num_rows, max(1, *new_pairs), rows.positions_B, read)
         if width == 1:
             draft = self._chain(h_BH, logits_BV, rows, depth, read)
         else:
             draft = self._tree(h_BH, logits_BV, rows, depth, width, nodes, read)
-        for slot, length in enumerate(lengths):
-            if not self._tapped[slot] or self._tapped[slot] < length - 1:
+        for slot, num in enumerate(new_pairs):
+            if not num:
                 draft.tokens_BT[slot, 1:] = draft.parents_BT[slot, 1:] = -1
         return draft
 
-    def _catch_up(self, num_rows: int) -> int:
-        """Writes long stretches of missing keys and values; returns how many pairs per row `_first`
-        still has to compute. Only K and V are needed of a pair that is not the last."""
-        most = 1
+    def _catch_up(self, num_rows: int) -> list[int]:
+        """Writes long stretches of missing keys and values; returns how many of its last pairs
+        each row still has to compute, 0 for a row that gets no drafts. Only K and V are needed of a
+        pair that is not the last."""
+        new_pairs = []
         for slot in range(num_rows):
-            pairs = self._tapped[slot]
-            start, missing = self._cached[slot], pairs - self._cached[slot]
-            if missing > _TAIL:
+            pairs, start = self._tapped[slot], self._cached[slot]
+            if not 0 < pairs == self._lengths[slot] - 1:
+                new_pairs.append(0)
+                continue
+            if pairs - start > _TAIL:
                 for at in range(start, pairs - 1, _FILL):
                     self._fill(slot, at, min(at + _FILL, pairs - 1))
-                missing = 1
-            most = max(most, missing)
+                start = pairs - 1
             self._cached[slot] = pairs
-        return most
+            new_pairs.append(max(pairs - start, 1))
+        return new_pairs
 
     def _fill(self, slot: int, start: int, stop: int) -> None:
         model, at_N = self.model, torch.arange(start, stop, device=self.device)
@@ -241,11 +247,6 @@ class Eagle3Proposer(Drafter):
         at_BN = at_BN.clamp_(min=0)
         tokens_BN = self._buffers["tokens"][slot_B1, at_BN + 1]
         features_BNF, seen_B1 = self._buffers["features"][slot_B1, at_BN], at_BN[:, -1:] + 1
-        if self._level is not None:
-            nowhere = seen_B1.new_empty(num_rows, 1, 0)
-            pairs = tokens_BN, at_BN, at_BN, seen_B1, nowhere
-            h_B1H, logits = self._level(*pairs, self._cache, model.turns, features_BNF=features_BNF)
-            return h_B1H[:, 0], logits[:, 0]
         h_BNH = model.fuse(features_BNF)
         q, k, v = model.attention_inputs(model.mix(tokens_BN, h_BNH), at_BN)
         self._write(slot_B1, at_BN, k, v)
@@ -266,19 +267,12 @@ class Eagle3Proposer(Drafter):
         """One recurrent step from the drafter's own states; keys and values go to `place`. A node
         sees the first `seen` pairs of its slot and those at `path`, itself among them."""
         model = self.model
-        if self._level is not None:
-            nodes = tokens_BW, turn_BW, place_BW, seen_BW, path_BWP
-            return self._level(*nodes, self._cache, model.turns, h_BNH=h_BWH)
         q, k, v = model.attention_inputs(model.mix(tokens_BW, h_BWH), turn_BW)
         self._write(self._slot_N1[: len(k)], place_BW, k, v)
         mask_BWS = torch.arange(read, device=self.device) < seen_BW[..., None]
         mask_BWS.scatter_(2, path_BWP, True)
         h_BWH = model.finish(h_BWH, self._attend(q, mask_BWS))
         return h_BWH, model.logits(h_BWH)
-
-    @property
-    def _cache(self) -> tuple[Tensor, Tensor]:
-        return self._buffers["keys"], self._buffers["values"]
 
     def _write(self, slot_B1: Tensor, place_BN: Tensor, k: Tensor, v: Tensor) -> None:
         self._buffers["keys"][slot_B1, place_BN] = k
@@ -368,7 +362,8 @@ class Eagle3Proposer(Drafter):
             tokens_BP = tokens_BWk.flatten(1)
             pool.append((tokens_BP, node_BW.repeat_interleave(width, 1), trust_BP))
             if level + 1 < depth:
-                trust_BW, top_BW = trust_BP.topk(width, 1)
+                top_BW = _most_trusted(trust_BP, width)
+                trust_BW = trust_BP.gather(1, top_BW)
                 beam_BW, from_BW = tokens_BP.gather(1, top_BW), top_BW // width
                 h_BWH, path_BWP = h_BWH[row_B1, from_BW], path_BWP[row_B1, from_BW]
                 node_BW = top_BW + first
@@ -387,7 +382,7 @@ class Eagle3Proposer(Drafter):
         best = gumbel_topk(logits_NV, keys_N, at_N, heat_N, k, self._ids_V)
         trust_Nk = best.logprobs_Nk
         if coupled:
-            trust_Nk = (best.scores_Nk / _SOFTNESS).log_softmax(-1)
+            trust_Nk = (best.scores_Nk / _SOFTNESS).log_softmax(-1).nan_to_num(_FLOOR)
         return best.tokens_Nk, trust_Nk.clamp(min=_FLOOR) - _STEP_PENALTY
 
 
@@ -395,6 +390,12 @@ def _same_pairs(cached: int, length: int) -> int:
     """How many pairs two rows have in common if `length` tokens are: a pair reads the next token,
     so the last one is computed again."""
     return max(min(cached, length - 1), 0)
+
+
+def _most_trusted(trust_BP: Tensor, num: int) -> Tensor:
+    """Indices of the most confident nodes (all, if there are fewer), best first; of equals the
+    first."""
+    return trust_BP.sort(dim=1, descending=True, stable=True).indices[:, :num]
 
 
 def _prune(
@@ -405,7 +406,7 @@ def _prune(
     A child is less confident than its parent, so a kept node's ancestors are kept too; the pool is
     in level order, so ascending pool indices put parents first.
     """
-    kept_BT = trust_BP.topk(min(nodes, tokens_BP.shape[1]), 1).indices.sort(1).values
+    kept_BT = _most_trusted(trust_BP, nodes).sort(1).values
     # A parent's place among the kept is how many of them do not come after it; the root's is 0.
     parents_BT = torch.searchsorted(kept_BT, parents_BP.gather(1, kept_BT), right=True)
     return Draft(

@@ -294,7 +294,7 @@ class Eagle3Drafter(nn.Module):
         self._rows: tuple[tuple[int, ...], Tensor] | None = None
         self._packed: dict[str, Tensor] = {}  # norms of a packed copy
         self._linears: dict[str, Linear] = {}
-        self._level: tuple[tuple[int, ...], native.DraftLevel] | None = None
+        self._trees: tuple[tuple[int, ...], native.DraftTrees] | None = None
         self._packed_dtype = dtype
 
     # The target's tensors.
@@ -449,24 +449,25 @@ class Eagle3Drafter(nn.Module):
             self._packed[name] = weight.detach() * size**0.5
         self._packed["floor"] = torch.tensor(self.config.rms_norm_eps * size).sqrt()
 
-    def native_level(self) -> native.DraftLevel | None:
-        """The layer of a packed copy in C, where there is one. Own weights are replaced in place;
+    def native_trees(self) -> native.DraftTrees | None:
+        """Proposals of a packed copy in C, where there is one. Own weights are replaced in place;
         the target's head rows are packed again when they change, so ask before every draft."""
         panels = {name: linear.panels for name, linear in self._linears.items()}
         embed = self._target.embed
         if not panels or None in panels.values() or embed is None or embed.dtype != torch.float32:
             return None
         key = self._head_key()
-        if self._level is None or self._level[0] != key:
+        if self._trees is None or self._trees[0] != key:
             if self.head is None:
                 panels["head"] = head = native.Panels(self._packed_dtype)
                 head.load(self.target_rows())
             c = self.config
             heads = c.num_heads, c.num_kv_heads, c.head_dim
             norms = [getattr(self, name) for name in ("norm_in", "norm_h", "norm_post", "norm")]
-            level = native.DraftLevel(panels, embed, norms, heads, c.rms_norm_eps)
-            self._level = key, level
-        return self._level[1]
+            ids_V = self.ids_V if c.reduced else None
+            trees = native.DraftTrees(panels, embed, norms, heads, c.rms_norm_eps, ids_V)
+            self._trees = key, trees
+        return self._trees[1]
 
     @property
     def turns(self) -> tuple[Tensor, Tensor]:

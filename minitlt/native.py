@@ -86,11 +86,13 @@ class _Drafter(Structure):
     )
 
 
-class _Level(Structure):
+class _Proposal(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("tokens", "turns", "places", "seen", "paths")),
-        *((name, c_void_p) for name in ("features", "h", "keys", "values", "h_next", "logits")),
-        *((name, c_int64) for name in ("rows", "nodes", "asked", "steps", "room")),
+        *((name, c_void_p) for name in ("tokens", "features", "keys", "values", "roots")),
+        *((name, c_void_p) for name in ("noise_keys", "positions", "new_pairs", "temperatures")),
+        *((name, c_void_p) for name in ("stops", "ids", "drafts", "parents")),
+        *((name, c_int64) for name in ("rows", "room", "narrow_taps", "num_stops")),
+        *((name, c_int64) for name in ("depth", "width", "nodes")),
     )
 
 
@@ -188,7 +190,7 @@ def _typed(path: Path) -> ctypes.CDLL:
     found.product.restype = None
     found.product.argtypes = [POINTER(_Matrix), c_int64, c_int64, c_int64, c_void_p, c_void_p]
     found.forward.argtypes = [POINTER(_Model), POINTER(_Pass)]
-    found.draft.argtypes = [POINTER(_Drafter), POINTER(_Level)]
+    found.propose.argtypes = [POINTER(_Drafter), POINTER(_Proposal)]
     return found
 
 
@@ -312,11 +314,12 @@ class Decoder:
         return features, last, scores
 
 
-class DraftLevel:
-    """One level of a draft (csrc/drafter.c) over weights that others hold, replaced in place.
+class DraftTrees:
+    """Proposals of a draft model (csrc/tree.c) over weights that others hold, replaced in place.
 
     panels: fc, qkv, out, gate, up, down and head. norms: of embeddings, of features, behind the
-        attention, before the head. heads: query heads, key/value heads, size of one.
+        attention, before the head. heads: query heads, key/value heads, size of one. ids_V: of a
+        reduced vocabulary.
     """
 
     def __init__(
@@ -326,54 +329,55 @@ class DraftLevel:
         norms: Sequence[Tensor],
         heads: tuple[int, int, int],
         eps: float,
+        ids_V: Tensor | None,
     ) -> None:
         found = library()
         assert found is not None, "library() first"
-        self._library, self._panels, self.embed, self._norms = found, panels, embed, norms
-        self._sizes, self._eps = (embed.shape[1], *heads, len(embed)), eps
+        self._library, self._ids, self._kept = found, ids_V, (panels, embed, norms)
+        names = ("fc", "qkv", "out", "gate", "up", "down", "head")
+        self._model = _Drafter(
+            *(panels[name].matrix for name in names),
+            *(x.data_ptr() for x in (embed, *norms)), None, None,
+            embed.shape[1], *heads, len(embed), panels["fc"].dtype == torch.bfloat16, 1, eps,
+        )  # fmt: skip
 
     def __call__(
         self,
-        tokens_BN: Tensor,
-        turns_BN: Tensor,
-        places_BN: Tensor,
-        seen_BQ: Tensor,
-        path_BQP: Tensor,
-        cache: tuple[Tensor, Tensor],
-        tables: tuple[Tensor, Tensor],
-        *,
-        features_BNF: Tensor | None = None,
-        h_BNH: Tensor | None = None,
+        buffers: Mapping[str, Tensor],
+        turns: tuple[Tensor, Tensor],
+        rows: Sequence[Tensor],
+        temperatures_B: Tensor,
+        stop_ids: Tensor,
+        depth: int,
+        width: int,
+        nodes: int,
     ) -> tuple[Tensor, Tensor]:
-        """New pairs of every row; the next state [B, Q, H] and logits [B, Q, V] of the last Q.
+        """Tokens and parents [B, 1 + nodes] of every row's tree; new keys and values go to their
+        places. A chain if width is 1, whatever `nodes` says.
 
-        A pair sees the first `seen` pairs of its slot and those at `path`, itself among them.
-        cache: keys and values, [slots, room, kv heads, D]. tables: cosines and sines.
+        buffers: tokens, features (fp32 or bf16), keys and values, [slots, room, ..]. turns: cosines
+        and sines. rows: of each row its root, noise key, length and number of new pairs; a row that
+        has none gets pads.
         """
-        panels, norms = self._panels, self._norms
-        narrow = panels["fc"].dtype == torch.bfloat16
-        given = [x.contiguous() for x in (tokens_BN, turns_BN, places_BN, seen_BQ, path_BQP)]
-        inputs = [None if x is None else x.float().contiguous() for x in (features_BNF, h_BNH)]
-        (rows, nodes), (asked, steps) = tokens_BN.shape, path_BQP.shape[1:]
-        h_next = torch.empty(rows, asked, self._sizes[0])
-        logits = torch.empty(rows, asked, panels["head"].matrix.outputs)
-        names = ("fc", "qkv", "out", "gate", "up", "down", "head")
-        model = _Drafter(
-            *(panels[name].matrix for name in names),
-            *(x.data_ptr() for x in (self.embed, *norms, *tables)),
-            *self._sizes, narrow, torch.get_num_threads(), self._eps,
+        given = [x.contiguous() for x in (*rows, temperatures_B, stop_ids)]
+        held = [buffers[name] for name in ("tokens", "features", "keys", "values")]
+        num_rows, room = len(temperatures_B), held[0].shape[1]
+        assert all(len(x) == num_rows for x in given[:-1]) and len(turns[0]) >= room
+        nodes = depth if width == 1 else min(nodes, width + (depth - 1) * width * width)
+        drafts, parents = (torch.empty(num_rows, 1 + nodes, dtype=torch.int64) for _ in range(2))
+        self._model.cos, self._model.sin = (x.data_ptr() for x in turns)
+        self._model.threads = torch.get_num_threads()
+        asked = _Proposal(
+            *(x.data_ptr() for x in (*held, *given)),
+            None if self._ids is None else self._ids.data_ptr(),
+            drafts.data_ptr(), parents.data_ptr(), num_rows, room,
+            held[1].dtype == torch.bfloat16, len(stop_ids), depth, width, nodes,
         )  # fmt: skip
-        level = _Level(
-            *(x.data_ptr() for x in given),
-            *(None if x is None else x.data_ptr() for x in inputs),
-            *(x.data_ptr() for x in (*cache, h_next, logits)),
-            rows, nodes, asked, steps, cache[0].shape[1],
-        )  # fmt: skip
-        wrong = self._library.draft(byref(model), byref(level))
+        wrong = self._library.propose(byref(self._model), byref(asked))
         if wrong == _NO_MEMORY:
             raise MemoryError("no memory for a draft")
         assert not wrong, "a drafter's tokens and places"
-        return h_next, logits
+        return drafts, parents
 
 
 _NO_MEMORY = 1

@@ -35,7 +35,7 @@ ALLOWED = {
     # the drafter and its training; spec and drafter never import each other
     "eagle3": {"draft", "kernels", "linear", "native", "tensorfile"},
     "ngram": {"draft", "eagle3"},
-    "drafter": {"draft", "kernels", "eagle3", "native", "ngram"},
+    "drafter": {"draft", "kernels", "eagle3", "ngram"},
     "distill": {"kernels", "eagle3"},
     "export": {"eagle3", "drafter"},
     "ranks": set(),

@@ -18,6 +18,7 @@ How it is built and called: native.py, native_sampler.py. */
 #include <stdint.h>
 #include <string.h>
 
+#include "sampler.h"
 #include "vec.h"
 
 enum { PARTS = 16, SPAN = PARTS * LANES };
@@ -292,6 +293,15 @@ void verify(const Trees *t)
 {
 #pragma omp parallel for num_threads(t->threads) schedule(dynamic) if (t->rows > 1 && t->threads > 1)
     for (int64_t b = 0; b < t->rows; b++) walk(t, b);
+}
+
+void best_of(const float *logits, const int64_t *ids, int64_t vocab, float heat, int64_t key, int64_t position,
+             int64_t k, float *scores, int64_t *index)
+{
+    float logprobs[k];
+    int64_t unused = 0;
+    sample((Row){.x = logits, .ids = ids, .vocab = vocab}, 0, -INFINITY, heat, key, position, k, scores, index,
+           logprobs, 0, &unused);
 }
 
 typedef struct {
