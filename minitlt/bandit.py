@@ -20,12 +20,14 @@ OFF = "off"
 
 
 class Arm(NamedTuple):
-    """A way to draft: the source, how deep, how many children per node, how many nodes."""
+    """A way to draft: the source, how deep, how many children per node, how many nodes, and how
+    likely (in percent, as the source believes) each must be to stand."""
 
     source: str = OFF
     depth: int = 0
     width: int = 1
     budget: int = 0  # 0: depth * width
+    sure: int = 0
 
     @property
     def name(self) -> str:
@@ -34,7 +36,7 @@ class Arm(NamedTuple):
         tree = (f"x{self.width}" if self.width > 1 else "") + (
             f"b{self.budget}" * (self.budget > 0)
         )
-        return f"{self.source}-{self.depth}{tree}"
+        return f"{self.source}-{self.depth}{tree}" + f"p{self.sure}" * (self.sure > 0)
 
     @property
     def nodes(self) -> int:
@@ -44,27 +46,31 @@ class Arm(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Arm:
         """`off`, `ngram-3`, `eagle-4`, `eagle-3x4` (depth 3, width 4), `eagle-4x3b5` (the best 5
-        nodes of such a tree), `merged-4x2` (a learned tree and a copied chain in one).
+        nodes of such a tree), `eagle-4x3b5p40` (those of them that are likely by 40 % or more),
+        `merged-4x2` (a learned tree and a copied chain in one).
 
-        >>> Arm.parse("eagle-4x3b5")
-        Arm(source='eagle', depth=4, width=3, budget=5)
+        >>> Arm.parse("eagle-4x3b5p40")
+        Arm(source='eagle', depth=4, width=3, budget=5, sure=40)
 
         Raises ValueError with the right form for anything else.
         """
         if text == OFF:
             return cls()
-        found = re.fullmatch(r"(\w+)-(\d+)(?:x(\d+)(?:b(\d+))?)?", text)
+        found = re.fullmatch(r"(\w+)-(\d+)(?:x(\d+)(?:b(\d+))?(?:p(\d\d))?)?", text)
         if not found:
             raise ValueError(
-                f"arm {text!r}: write off, SOURCE-DEPTH, SOURCE-DEPTHxWIDTH or "
-                "SOURCE-DEPTHxWIDTHbNODES"
+                f"arm {text!r}: write off, SOURCE-DEPTH, SOURCE-DEPTHxWIDTH, "
+                "SOURCE-DEPTHxWIDTHbNODES or, with a likelihood in percent, ..pNN"
             )
-        source, depth, width, budget = found.groups()
-        arm = cls(source, int(depth), int(width or 1), int(budget or 0))
+        source, *numbers = found.groups()
+        depth, width, budget, sure = (int(number or 0) for number in numbers)
+        arm = cls(source, depth, width or 1, budget, sure)
         if not 1 <= arm.depth <= 32 or not 1 <= arm.width <= 32:
             raise ValueError(f"arm {text!r}: depth and width go from 1 to 32")
         if budget and not arm.depth <= arm.budget < MAX_NODES:
             raise ValueError(f"arm {text!r}: its nodes go from the depth to {MAX_NODES - 1}")
+        if sure and arm.width < 2:
+            raise ValueError(f"arm {text!r}: an only child has no rival, so it takes x2 or more")
         if source == "merged" and arm.width < 2:
             raise ValueError(f"arm {text!r}: a merged tree needs two branches, e.g. {text}x2")
         return arm
@@ -213,7 +219,10 @@ class Bandit:
         if len(self._seconds.get((bucket, arm.name), ())) >= self.tries:
             return self.usual(active, arm.name)
         smaller = [
-            a.name for a in self.arms if a.nodes <= arm.nodes and a.source in (OFF, arm.source)
+            a.name
+            for a in self.arms
+            if a.source == OFF
+            or (a.source == arm.source and a.nodes <= arm.nodes and a.sure >= arm.sure)
         ]
         known = [
             self.usual(active, name) if b == bucket else self._mean((b, name))[0]

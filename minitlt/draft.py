@@ -14,6 +14,7 @@ width, H hidden, V vocab.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,8 @@ class RowState:
     stop_ids: int64 [any], ids behind which nothing need be drafted.
     coupled: the keys are the target's own, so the likeliest draft is the one with the best noise.
         Otherwise a chain is drawn with them and hands over its logits, and a tree is chosen.
+    least: log of the likelihood under which a node of a tree need not be drafted; a source that
+        knows of none drafts all.
     """
 
     roots_B: Tensor
@@ -85,6 +88,7 @@ class RowState:
     temperatures_B: Tensor
     stop_ids: Tensor
     coupled: bool = True
+    least: float = -math.inf
 
 
 class Drafter:

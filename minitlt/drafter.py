@@ -194,7 +194,7 @@ class Eagle3Proposer(Drafter):
         if trees is not None and self._buffers["features"].dtype in (torch.float32, torch.bfloat16):
             each = rows.roots_B, rows.keys_B, rows.positions_B, torch.tensor(new_pairs)
             noise = rows.temperatures_B, rows.stop_ids
-            shape = depth, width, nodes
+            shape = depth, width, nodes, rows.least
             return Draft(*trees(self._buffers, self.model.turns, each, *noise, *shape))
         read = max(self._lengths[:num_rows]) + (depth - 1) * width
         read = min(-(-read // _READ_STEP) * _READ_STEP, self._length)
@@ -369,7 +369,7 @@ class Eagle3Proposer(Drafter):
                 node_BW = top_BW + first
                 first += width * width
         tokens_BP, parents_BP, trust_BP = (torch.cat(part, 1) for part in zip(*pool, strict=True))
-        return _prune(rows.roots_B, tokens_BP, parents_BP, trust_BP, nodes)
+        return _prune(rows.roots_B, tokens_BP, parents_BP, trust_BP, nodes, rows.least)
 
     def _best(
         self, logits_NV: Tensor, noise: list[Tensor], coupled: bool, k: int
@@ -399,17 +399,26 @@ def _most_trusted(trust_BP: Tensor, num: int) -> Tensor:
 
 
 def _prune(
-    roots_B: Tensor, tokens_BP: Tensor, parents_BP: Tensor, trust_BP: Tensor, nodes: int
+    roots_B: Tensor,
+    tokens_BP: Tensor,
+    parents_BP: Tensor,
+    trust_BP: Tensor,
+    nodes: int,
+    least: float,
 ) -> Draft:
     """The most confident nodes of the pool, parents before children, under the root.
 
     A child is less confident than its parent, so a kept node's ancestors are kept too; the pool is
-    in level order, so ascending pool indices put parents first.
+    in level order, so ascending pool indices put parents first. What is less sure than `least`
+    becomes a pad, behind the others.
     """
-    kept_BT = _most_trusted(trust_BP, nodes).sort(1).values
+    at_BT, num = _most_trusted(trust_BP, nodes), trust_BP.shape[1]
+    kept_BT = at_BT.masked_fill(trust_BP.gather(1, at_BT) < least, num).sort(1).values
+    pad_BT, at_BT = kept_BT == num, kept_BT.clamp(max=num - 1)
     # A parent's place among the kept is how many of them do not come after it; the root's is 0.
-    parents_BT = torch.searchsorted(kept_BT, parents_BP.gather(1, kept_BT), right=True)
+    parents_BT = torch.searchsorted(kept_BT, parents_BP.gather(1, at_BT), right=True)
+    tokens_BT = tokens_BP.gather(1, at_BT).masked_fill(pad_BT, -1)
     return Draft(
-        torch.cat([roots_B[:, None], tokens_BP.gather(1, kept_BT)], 1),
-        F.pad(parents_BT, (1, 0), value=-1),
+        torch.cat([roots_B[:, None], tokens_BT], 1),
+        F.pad(parents_BT.masked_fill(pad_BT, -1), (1, 0), value=-1),
     )

@@ -93,6 +93,7 @@ class _Proposal(Structure):
         *((name, c_void_p) for name in ("stops", "ids", "drafts", "parents")),
         *((name, c_int64) for name in ("rows", "room", "narrow_taps", "num_stops")),
         *((name, c_int64) for name in ("depth", "width", "nodes")),
+        ("least", c_float),
     )
 
 
@@ -351,6 +352,7 @@ class DraftTrees:
         depth: int,
         width: int,
         nodes: int,
+        least: float,
     ) -> tuple[Tensor, Tensor]:
         """Tokens and parents [B, 1 + nodes] of every row's tree; new keys and values go to their
         places. A chain if width is 1, whatever `nodes` says.
@@ -371,7 +373,7 @@ class DraftTrees:
             *(x.data_ptr() for x in (*held, *given)),
             None if self._ids is None else self._ids.data_ptr(),
             drafts.data_ptr(), parents.data_ptr(), num_rows, room,
-            held[1].dtype == torch.bfloat16, len(stop_ids), depth, width, nodes,
+            held[1].dtype == torch.bfloat16, len(stop_ids), depth, width, nodes, least,
         )  # fmt: skip
         wrong = self._library.propose(byref(self._model), byref(asked))
         if wrong == _NO_MEMORY:

@@ -38,6 +38,7 @@ F tapped width, H hidden.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -283,6 +284,8 @@ class RolloutEngine:
             root_B1 = self.rows.roots_B[:, None]
             return Draft(root_B1, torch.full_like(root_B1, -1))
         rows = self.rows
+        if arm.sure:
+            rows = replace(rows, least=math.log(arm.sure / 100))
         if self.verify == "rejection":
             rows = replace(rows, keys_B=stream_keys(rows.keys_B, "draft"), coupled=False)
         return self.sources[arm.source].propose(rows, depth, arm.width, arm.nodes)

@@ -1,5 +1,6 @@
 """What proposes with the draft model: the cache, chains, trees, rows that move."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -65,13 +66,13 @@ class World:
             torch.full((b,), temperature),
         )
 
-    def state(self, temperature=1.0, coupled=True):
+    def state(self, temperature=1.0, coupled=True, least=-math.inf):
         rows = zip(self.rows, self.lengths, strict=True)
         roots = torch.tensor([row[0][n - 1] for row, n in rows])
-        return RowState(roots, *self.noise(temperature), self.stop_ids, coupled)
+        return RowState(roots, *self.noise(temperature), self.stop_ids, coupled, least)
 
-    def propose(self, depth, width=1, temperature=1.0, nodes=16, coupled=True):
-        return self.proposer.propose(self.state(temperature, coupled), depth, width, nodes)
+    def propose(self, depth, width=1, temperature=1.0, nodes=16, coupled=True, least=-math.inf):
+        return self.proposer.propose(self.state(temperature, coupled, least), depth, width, nodes)
 
     def retire(self, slot):
         last = len(self.rows) - 1
@@ -326,6 +327,38 @@ def test_merged_drafter_keeps_both_sources(coupled):
     assert merged.propose(state, 3, 2, 3).tokens_BT.shape[1] <= 4
 
 
+@pytest.mark.parametrize("coupled", [True, False])
+def test_what_is_not_likely_enough_is_not_drafted(coupled, monkeypatch):
+    """The likely ones of a tree and nothing else, in its order; and of four levels the whole
+    path that is likely, whose ancestors are likelier still."""
+    world, trusts = World(make_drafter(23), [5, 40]), []
+    most = definition._most_trusted
+    monkeypatch.setattr(
+        definition, "_most_trusted", lambda trust, num: trusts.append(trust) or most(trust, num)
+    )
+    world.proposer.model.native_trees = lambda: None
+    whole, some = (world.propose(4, 3, nodes=12, coupled=coupled, least=least)
+                   for least in (-math.inf, math.log(0.1)))  # fmt: skip
+    likely = trusts[-1].sort(1, descending=True).values[:, :12] >= math.log(0.1)
+    nums = likely.sum(1)
+    assert 0 < nums.sum() < 24 and some.tokens_BT.shape == whole.tokens_BT.shape
+    for row, num in enumerate(nums.tolist()):
+        kept = paths(some, row)
+        assert len(kept) == 1 + num and kept <= paths(whole, row)
+        assert (some.tokens_BT[row, 1 + num :] == -1).all()
+        assert (some.parents_BT[row, 1 + num :] == -1).all()
+
+
+def paths(draft, row):
+    """Tokens from the root to each node that is no pad."""
+    tokens, parents = draft.tokens_BT[row].tolist(), draft.parents_BT[row].tolist()
+    found = {0: (tokens[0],)}
+    for node in range(1, len(tokens)):
+        if tokens[node] >= 0:
+            found[node] = (*found[parents[node]], tokens[node])
+    return set(found.values())
+
+
 class NearTies:
     """Whether a choice that the definition makes hangs on the last bits."""
 
@@ -383,10 +416,11 @@ def test_proposals_in_c_are_the_definitions(data):
         world.lengths.append(9)
     with pytest.MonkeyPatch.context() as patch:
         ties = NearTies(patch)
+        least = draw(st.sampled_from((-math.inf, math.log(0.2), math.log(0.5))))
         for nodes in draw(st.lists(st.integers(1, 24), min_size=1, max_size=3)):
-            want = plain.propose(depth, width, temperature, nodes)
+            want = plain.propose(depth, width, temperature, nodes, least=least)
             assume(not ties.found)
-            got = in_c.propose(depth, width, temperature, nodes)
+            got = in_c.propose(depth, width, temperature, nodes, least=least)
             assert torch.equal(got.tokens_BT, want.tokens_BT)
             assert torch.equal(got.parents_BT, want.parents_BT)
             for slot, length in enumerate(in_c.lengths[:-1]):

@@ -23,6 +23,7 @@ typedef struct {
     const int64_t *stops, *ids;                                 /* ids: of the draft vocabulary, or null */
     int64_t *drafts, *parents;                                  /* [rows, 1 + nodes] */
     int64_t rows, room, narrow_taps, num_stops, depth, width, nodes;
+    float least; /* log of how sure a tree's drafts must be */
 } Proposal;
 
 /* parent: its index in the pool, -1 for the root. kept: how many nodes are, up to this one. */
@@ -119,7 +120,7 @@ static void prune(const Proposal *p, int64_t b, Node *pool, int64_t num)
     int64_t *drafts = p->drafts + b * (1 + p->nodes), *parents = p->parents + b * (1 + p->nodes);
     int64_t best[p->nodes], kept = 0, stopped = 0;
     most_trusted(pool, num, p->nodes, best);
-    for (int64_t i = 0; i < p->nodes; i++) pool[best[i]].kept = 1;
+    for (int64_t i = 0; i < p->nodes; i++) pool[best[i]].kept = !(pool[best[i]].trust < p->least);
     for (int64_t i = 0; i < num; i++) {
         if (pool[i].kept && !stopped) {
             drafts[++kept] = pool[i].token;
