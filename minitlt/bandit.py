@@ -171,14 +171,16 @@ class Bandit:
 
     def usual(self, active: int, name: str) -> float:
         """Seconds of a step of an arm that was tried in this bucket, with so many rows."""
-        bucket = self.bucket(active)
+        bucket, power = self.bucket(active), self.GROWTH
         seconds, rows = self._mean((bucket, name))
-        others = [(b, name) for b in (bucket + 1, bucket - 1) if (b, name) in self._seconds]
-        power = self.GROWTH
-        if others:
-            more, other_rows = self._mean(others[0])
-            power = math.log(more / seconds) / math.log(other_rows / rows)
-        return seconds * (active / rows) ** min(max(power, 0.0), 1.0)
+        for other in ((bucket + 1, name), (bucket - 1, name)):
+            if len(self._seconds.get(other, ())) < self.LEAST_STEPS:
+                continue
+            others, other_rows = self._mean(other)
+            if abs(apart := math.log(other_rows / rows)) > 0.4:  # nearer, it would be noise
+                power = min(max(math.log(others / seconds) / apart, 0.0), 1.0)
+                break
+        return seconds * (active / rows) ** power
 
     def _mean(self, key: tuple[int, str]) -> tuple[float, float]:
         """Mean seconds and rows without the slowest tenth, of two or more without the slowest."""
@@ -270,7 +272,9 @@ class Bandit:
         self._random.setstate((version, tuple(internal), gauss))
         fresh: Callable[..., Any] = functools.partial(deque, maxlen=self.window)
         self._here = {(b, name): fresh(map(tuple, v)) for b, name, v in state["here"]}
-        self._seconds = {(b, name): fresh(map(tuple, v)) for b, name, v in state["seconds"]}
+        # Seconds without rows are of an earlier version; two steps measure them anew.
+        pairs = [(b, name, v) for b, name, v in state["seconds"] if isinstance(v[0], list | tuple)]
+        self._seconds = {(b, name): fresh(map(tuple, v)) for b, name, v in pairs}
         self._usuals.clear()
         self._tried = dict(state["tried"])
         self._anywhere = {name: fresh(map(tuple, v)) for name, v in state["anywhere"]}

@@ -57,6 +57,10 @@ def test_bandit_settles_on_the_fastest_arm_per_bucket_and_resumes():
     play(other, 64, 20, ACCEPT, lambda arm, active: 1.0)  # of which nothing must stay
     other.load_state_dict(json.loads(json.dumps(bandit.state_dict())))
     assert [bandit.choose(64) for _ in range(50)] == [other.choose(64) for _ in range(50)]
+    earlier = bandit.state_dict()
+    earlier["seconds"] = [[b, name, [s for s, _ in v]] for b, name, v in earlier["seconds"]]
+    other.load_state_dict(earlier)  # of a version that kept no rows: measured anew
+    assert other.seen(64, ARMS[0]) == bandit.seen(64, ARMS[0]) and other.choose(64) in ARMS
     bandit.renew("eagle")
     assert bandit.seen(1, ARMS[2]) == 0 and bandit.seen(1, ARMS[0]) > 1
     with pytest.raises(ValueError, match="at least one arm"):
@@ -165,3 +169,14 @@ def test_what_stood_at_a_texts_beginning_is_soon_forgotten():
         copied = arm.source == "ngram" and step < 10
         bandit.record(32, arm, 32 * (1 + 2 * copied), 0.05 * (1 + (arm.source == "ngram")))
     assert picks[4:10] == ["ngram-2"] * 6 and picks[14:] == ["off"] * 26, picks
+
+
+def test_one_slow_step_in_the_next_bucket_does_not_change_what_this_one_costs():
+    bandit, off = Bandit(ARMS), Arm()
+    for rows in range(16, 32):
+        bandit.record(rows, off, rows, 0.1)
+    before = bandit.usual(16, "off")
+    bandit.record(40, off, 40, 0.5)  # a first step
+    for _ in range(4):
+        bandit.record(32, off, 32, 0.15)  # so near that it says little of how cost grows
+    assert before == bandit.usual(16, "off") == pytest.approx(0.1 * (16 / 23) ** 0.5, rel=0.02)
