@@ -19,6 +19,8 @@ if the two differ by Gumbel noise of scale s. Against EAGLE-2's own rule (q alon
 lengths of 1.99 instead of 1.71 with 16 nodes and 2.08 instead of 1.80 with 31 (SmolLM2-135M, T = 1,
 a drafter after 90 s of training; s = 1.5 was best of 0.7..3).
 
+On a CPU with a C compiler a coupled proposal is one call (csrc/tree.c); the definition is here.
+
 For the ratio test (`RowState.coupled` false) the noise is a stream of its own: a chain is drawn
 with it and hands over its logits, a tree is chosen without it, by EAGLE-2's own rule.
 

@@ -139,8 +139,8 @@ static int grow(const Drafter *m, const Proposal *p, Work *w)
                        level ? w->num_rows * parents : w->num_pairs, w->num_rows * parents, level, p->room};
         int wrong = draft(m, &given);
         if (wrong) return wrong;
-#pragma omp parallel for num_threads(m->threads) schedule(dynamic)
-        for (int64_t i = 0; i < w->num_rows * parents; i++) {
+#pragma omp parallel for num_threads(m->threads) schedule(dynamic) if (given.num_asked > 1)
+        for (int64_t i = 0; i < given.num_asked; i++) {
             int64_t r = i / parents;
             add_children(m, p, w->rows[r], level, w->pool + r * w->pool_size, level ? w->beam[i] : -1,
                          first + i % parents * p->width, w->logits + i * m->head.outputs);
