@@ -55,7 +55,6 @@ from _machine import RUNS, about, device
 from _machine import parser as options_of
 
 HERE = Path(__file__).parent
-TREES = ["eagle-2x2b3", "eagle-3x2b7", "eagle-4x3b7"]  # 3 or 7 drafts: a verify step of 4 or 8
 QUOTED = ("plain_over_hf_b32", "plain_over_hf_b1", "spec_over_plain", "spec_over_hf_b16", "tok_s",
           "token_mismatches", "roofline_fraction_b1", "spec_over_vllm_b1", "spec_over_vllm_b16",
           "exactness", "dtype", "alone", "commit", "versions", "machine", "seeds")  # fmt: skip
@@ -75,7 +74,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=int, default=0, help="of each system; 0: 3, quick: 1")
     add("--least", type=int, default=0, help="tokens of a repeat at least; 0: 300, quick: 48")
     add("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="rows per batch")
-    add("--arms", nargs="+", help="default: the recipe's and " + " ".join(TREES))
+    add("--arms", nargs="+", help="default: the recipe's")
     add("--peer", choices=["vllm"], help="another engine to compare with")
     add("--peer-python", type=Path, help="the interpreter that has the peer; or $MINITLT_PEER")
     add("--out", type=Path, help="default: a file in runs/")
@@ -210,7 +209,7 @@ class Bench:
         from minitlt.spot import SpotConfig
 
         options = self.options
-        arms = options.arms or [*self.recipe.rollout["arms"], *TREES]
+        arms = options.arms or self.recipe.rollout["arms"]
         settings = {**self.recipe.rollout, "dtype": dtype, "arms": arms}
         parts = build_speculation(
             self.model,
