@@ -53,7 +53,8 @@ class RolloutConfig:
     arms: list[str] = option(
         ["off", "ngram-3", "eagle-2", "eagle-3", "eagle-4"],
         "ways to draft the bandit chooses from: off, SOURCE-DEPTH, SOURCE-DEPTHxWIDTH or "
-        "SOURCE-DEPTHxWIDTHbNODES; sources: ngram, eagle, merged",
+        "SOURCE-DEPTHxWIDTHbNODES, and with pNN only drafts likely by NN %; sources: ngram, eagle, "
+        "merged",
     )
     verify: str = option("coupled", "coupled (same tokens as plain), or rejection (same law)")
     epsilon: float = option(0.0, "share of steps with an arm at random; hope explores without it")
