@@ -74,6 +74,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=int, default=0, help="of each system; 0: 3, quick: 1")
     add("--least", type=int, default=0, help="tokens of a repeat at least; 0: 300, quick: 48")
     add("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="rows per batch")
+    add("--seed", type=int, default=0, help="of the timed rollouts' keys")
     add("--arms", nargs="+", help="default: the recipe's")
     add("--peer", choices=["vllm"], help="another engine to compare with")
     add("--peer-python", type=Path, help="the interpreter that has the peer; or $MINITLT_PEER")
@@ -137,7 +138,7 @@ def machine(options: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "rollout",
         **facts,
         "alone": facts["machine"]["load_average"] <= 0.5,
-        "seeds": {"task": 1, "keys": 0, "torch": 0},
+        "seeds": {"task": 1, "keys": getattr(options, "seed", 0), "torch": 0},
         "dtype": getattr(options, "dtype", "fp32"),
         "drafter": getattr(options, "drafter", ""),
         "new_tokens": options.new,
@@ -308,7 +309,8 @@ class Bench:
         from minitlt.run import count_mismatches
 
         num, done = len(prompts), dict[str, tuple[int, float]]()
-        same: Any = (prompts, self.sampling(self.options.new), keys(num, 1000 + at))
+        drawn = keys(num, 1000 + at, self.options.seed)
+        same: Any = (prompts, self.sampling(self.options.new), drawn)
         if num in (1, 16, 32):
             texts, seconds = self.transformers(prompts, at)
             done["hf"] = sum(map(len, texts)), seconds
@@ -495,10 +497,10 @@ def run_peer(python: Path, job: dict[str, Any], threads: int) -> dict[str, Any]:
     return {"error": signal + " | ".join(words[-3:])}
 
 
-def keys(num: int, generation: int) -> list[int]:
+def keys(num: int, generation: int, seed: int = 0) -> list[int]:
     from minitlt.kernels import row_key
 
-    return [row_key(0, generation, i) for i in range(num)]
+    return [row_key(seed, generation, i) for i in range(num)]
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
