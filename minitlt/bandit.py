@@ -92,9 +92,10 @@ class Bandit:
     looks slow beside one measured with 17. Acceptance hardly depends on company, so what other
     buckets saw of it counts as `PRIOR_ROWS` row-steps; but it changes along a text (copies of the
     prompt stand at its beginning), so no more than `WINDOW_ROWS` row-steps are remembered. An arm
-    is tried for `tries` row-steps in a bucket before it is judged there, unless it cannot win: more
-    rows or more nodes never take less time. That bound is the break-even prior which keeps
-    exploration cheap. Four row-steps may all be unlucky (with a draft that is right half of the
+    is tried for `tries` row-steps in a bucket before it is judged there, unless it cannot win, not
+    even if all its drafts stood: more rows or more nodes never take less time, and by the node
+    never less than smaller drafts did. That bound is the break-even prior which keeps exploration
+    cheap. Four row-steps may all be unlucky (with a draft that is right half of the
     time, one series in 16), so an arm is judged by what its accept length may be: what was seen,
     and HOPE / sqrt(row-steps) more. A rollout's texts are alike, hard or easy, so at the next one's
     `begin` row-steps count half. Hope explores where it may pay, so epsilon is 0 unless asked for:
@@ -131,7 +132,9 @@ class Bandit:
         self._seconds: dict[tuple[int, str], deque[tuple[float, int]]] = {}
         self._anywhere: dict[str, deque[tuple[int, int]]] = {}
         self._tried: dict[str, float] = {}  # row-steps by arm; those of earlier rollouts fade
-        self._usuals: dict[tuple[int, str], tuple[float, float]] = {}  # of _seconds, where known
+        # Of these, where known: mean seconds and rows, and sums of tokens and of rows.
+        self._usuals: dict[tuple[int, str], tuple[float, float]] = {}
+        self._sums: dict[Any, tuple[int, int]] = {}
 
     def begin(self) -> None:
         """A rollout begins."""
@@ -144,17 +147,23 @@ class Bandit:
 
     def seen(self, active: int, arm: Arm) -> int:
         """Row-steps remembered of this arm in this bucket."""
-        return sum(rows for _, rows in self._here.get((self.bucket(active), arm.name), ()))
+        return self._sum(self._here, (self.bucket(active), arm.name))[1]
 
     def accept_length(self, active: int, arm: Arm) -> float:
         """Tokens per row-step to expect of this arm; at least the target's own."""
-        anywhere = self._anywhere.get(arm.name)
-        if not anywhere:
+        tokens, rows = self._sum(self._anywhere, arm.name)
+        if not rows:
             return 1.0
-        pooled = sum(t for t, _ in anywhere) / sum(r for _, r in anywhere)
-        here = self._here.get((self.bucket(active), arm.name), ())
-        tokens = self.PRIOR_ROWS * pooled + sum(t for t, _ in here)
-        return tokens / (self.PRIOR_ROWS + sum(r for _, r in here))
+        tokens_here, rows_here = self._sum(self._here, (self.bucket(active), arm.name))
+        prior = self.PRIOR_ROWS * tokens / rows
+        return (prior + tokens_here) / (self.PRIOR_ROWS + rows_here)
+
+    def _sum(self, table: dict[Any, Any], key: Any) -> tuple[int, int]:
+        """Tokens and row-steps that a table remembers."""
+        if key not in self._sums:
+            steps = table.get(key, ())
+            self._sums[key] = sum(t for t, _ in steps), sum(rows for _, rows in steps)
+        return self._sums[key]
 
     def hope(self, arm: Arm) -> float:
         """How much longer than seen its accept length may be; plain has nothing to hope for."""
@@ -194,7 +203,7 @@ class Bandit:
         best = max(self.value(active, arm) for arm in self.arms)
         able = [a for a in self.arms if not self._cannot_win(active, a, best)] or self.arms
         if fresh := [arm for arm in able if self._is_fresh(active, arm)]:
-            return min(fresh, key=lambda arm: self.seen(active, arm))
+            return min(fresh, key=lambda arm: arm.nodes)  # small ones say what large ones cost
         if self._random.random() < self.epsilon:
             return self._random.choice(able)
         margin = {OFF: self.MARGIN}
@@ -208,36 +217,47 @@ class Bandit:
 
     def _cannot_win(self, active: int, arm: Arm, best: float) -> bool:
         """Even its highest possible value, with some slack, is below the best seen here."""
-        anywhere = self._anywhere.get(arm.name, ())
-        if sum(rows for _, rows in anywhere) < self.tries or arm.source == OFF:
+        if arm.source == OFF:
             return False
-        highest = active * (self.accept_length(active, arm) + self.hope(arm)) * self.SLACK
-        return highest < best * self._least_seconds(active, arm)
+        highest = arm.depth + 1.0
+        if self._sum(self._anywhere, arm.name)[1] >= self.tries:
+            highest = self.accept_length(active, arm) + self.hope(arm)
+        return active * highest * self.SLACK < best * self._least_seconds(active, arm)
 
     def _least_seconds(self, active: int, arm: Arm) -> float:
         """What a step of it takes here, or a bound: no less than a smaller one took, of fewer rows
-        or of a smaller draft by the same drafter."""
+        or of a smaller draft by the same drafter; and no less than on the line from `off` through
+        such a draft, because a forward's cost bends upwards."""
         bucket = self.bucket(active)
-        if len(self._seconds.get((bucket, arm.name), ())) >= self.tries:
+        if len(self._seconds.get((bucket, arm.name), ())) >= self.LEAST_STEPS:
             return self.usual(active, arm.name)
         smaller = [
-            a.name
+            a
             for a in self.arms
             if a.source == OFF
             or (a.source == arm.source and a.nodes <= arm.nodes and a.sure >= arm.sure)
         ]
-        known = [
-            self.usual(active, name) if b == bucket else self._mean((b, name))[0]
-            for (b, name), seconds in self._seconds.items()
-            if b <= bucket and name in smaller and len(seconds) >= self.tries  # not one slow start
-        ]
-        return max(known, default=0.0)
+        least, plain = 0.0, 0.0
+        for a in sorted(smaller, key=lambda a: a.nodes):
+            for b in range(bucket + 1):
+                if len(self._seconds.get((b, a.name), ())) < self.LEAST_STEPS:  # not a slow start
+                    continue
+                if b < bucket:
+                    least = max(least, self._mean((b, a.name))[0])
+                    continue
+                here = self.usual(active, a.name)
+                least, plain = max(least, here), here if a.source == OFF else plain
+                if plain and a.nodes and not arm.sure:
+                    least = max(least, plain + (here - plain) * arm.nodes / a.nodes)
+        return least
 
     def record(self, active: int, arm: Arm, tokens: int, seconds: float) -> None:
         key = (self.bucket(active), arm.name)
         self._remember(self._here, key, (tokens, active), self.WINDOW_ROWS)
         self._remember(self._seconds, key, (max(seconds, 1e-9), active))
-        self._usuals.pop(key, None)
+        for known in (self._usuals, self._sums):
+            known.pop(key, None)
+        self._sums.pop(arm.name, None)
         self._remember(self._anywhere, arm.name, (tokens, active), self.WINDOW_ROWS)
         self._tried[arm.name] = self._tried.get(arm.name, 0) + active
 
@@ -257,6 +277,7 @@ class Bandit:
         self._here = {key: steps for key, steps in self._here.items() if key[1] not in names}
         self._anywhere = {n: steps for n, steps in self._anywhere.items() if n not in names}
         self._tried = {n: rows for n, rows in self._tried.items() if n not in names}
+        self._sums.clear()
 
     def state_dict(self) -> dict[str, Any]:
         version, internal, gauss = self._random.getstate()
@@ -276,5 +297,6 @@ class Bandit:
         pairs = [(b, name, v) for b, name, v in state["seconds"] if isinstance(v[0], list | tuple)]
         self._seconds = {(b, name): fresh(map(tuple, v)) for b, name, v in pairs}
         self._usuals.clear()
+        self._sums.clear()
         self._tried = dict(state["tried"])
         self._anywhere = {name: fresh(map(tuple, v)) for name, v in state["anywhere"]}

@@ -180,3 +180,24 @@ def test_one_slow_step_in_the_next_bucket_does_not_change_what_this_one_costs():
     for _ in range(4):
         bandit.record(32, off, 32, 0.15)  # so near that it says little of how cost grows
     assert before == bandit.usual(16, "off") == pytest.approx(0.1 * (16 / 23) ** 0.5, rel=0.02)
+
+
+def test_a_tree_that_could_not_win_with_all_its_drafts_is_not_tried():
+    """32 rows, where every node costs as a token does: two small drafts say what 15 nodes would
+    cost. Alone they are nearly free, and are tried. A new drafter does not change costs."""
+    arms = [Arm.parse(t) for t in ("eagle-3x5b15", "eagle-1", "off")]
+    accept = {"off": 1, "eagle-1": 1.5, "eagle-3x5b15": 2.5}
+
+    def seconds(arm, active):
+        return 0.02 + 0.001 * max(0, active * (1 + arm.nodes) - 16)
+
+    bandit = Bandit(arms)
+    for _ in range(2):
+        assert "eagle-3x5b15" not in play(bandit, 32, 20, accept, seconds)
+        bandit.renew("eagle")
+    assert play(bandit, 1, 40, accept, seconds)[-20:] == ["eagle-3x5b15"] * 20
+    play(bandit, 16, 20, accept, seconds)
+    bandit.record(16, arms[0], 16, seconds(arms[0], 16))
+    bandit.record(16, arms[0], 16, seconds(arms[0], 16))
+    bandit.renew("eagle")  # what it costs with 16 rows is known: too much for any drafter
+    assert "eagle-3x5b15" not in play(bandit, 16, 20, accept, seconds)
