@@ -196,8 +196,8 @@ class Eagle3Proposer(Drafter):
         if trees is not None and self._buffers["features"].dtype in (torch.float32, torch.bfloat16):
             each = rows.roots_B, rows.keys_B, rows.positions_B, torch.tensor(new_pairs)
             noise = rows.temperatures_B, rows.stop_ids
-            shape = depth, width, nodes, rows.least
-            return Draft(*trees(self._buffers, self.model.turns, each, *noise, *shape))
+            given = self._buffers, self.model.turns, each, *noise
+            return Draft(*trees(*given, depth, width, nodes, rows.least))
         read = max(self._lengths[:num_rows]) + (depth - 1) * width
         read = min(-(-read // _READ_STEP) * _READ_STEP, self._length)
         h_BH, logits_BV = self._first(num_rows, max(1, *new_pairs), rows.positions_B, read)
