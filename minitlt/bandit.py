@@ -36,7 +36,7 @@ class Arm(NamedTuple):
         tree = (f"x{self.width}" if self.width > 1 else "") + (
             f"b{self.budget}" * (self.budget > 0)
         )
-        return f"{self.source}-{self.depth}{tree}" + f"p{self.sure}" * (self.sure > 0)
+        return f"{self.source}-{self.depth}{tree}" + f"p{self.sure:02}" * (self.sure > 0)
 
     @property
     def nodes(self) -> int:
@@ -56,7 +56,7 @@ class Arm(NamedTuple):
         """
         if text == OFF:
             return cls()
-        found = re.fullmatch(r"(\w+)-(\d+)(?:x(\d+)(?:b(\d+))?(?:p(\d\d))?)?", text)
+        found = re.fullmatch(r"(\w+)-(\d+)(?:x(\d+)(?:b(\d+))?)?(?:p(\d\d))?", text)
         if not found:
             raise ValueError(
                 f"arm {text!r}: write off, SOURCE-DEPTH, SOURCE-DEPTHxWIDTH, "
@@ -69,8 +69,8 @@ class Arm(NamedTuple):
             raise ValueError(f"arm {text!r}: depth and width go from 1 to 32")
         if budget and not arm.depth <= arm.budget < MAX_NODES:
             raise ValueError(f"arm {text!r}: its nodes go from the depth to {MAX_NODES - 1}")
-        if sure and arm.width < 2:
-            raise ValueError(f"arm {text!r}: an only child has no rival, so it takes x2 or more")
+        if found[5] and (arm.width < 2 or not sure or source == "ngram"):
+            raise ValueError(f"arm {text!r}: pNN, from 01 to 99, is of learned trees (x2 or more)")
         if source == "merged" and arm.width < 2:
             raise ValueError(f"arm {text!r}: a merged tree needs two branches, e.g. {text}x2")
         return arm
@@ -123,6 +123,8 @@ class Bandit:
     ) -> None:
         if not arms:
             raise ValueError("the bandit needs at least one arm, e.g. off")
+        if tries > window:
+            raise ValueError(f"of {window} steps no {tries} can be remembered: window below tries")
         self.arms = list(dict.fromkeys(arms))
         self.epsilon, self.window, self.tries = epsilon, window, tries
         self._random = random.Random(seed)
@@ -221,13 +223,14 @@ class Bandit:
             return False
         highest = arm.depth + 1.0
         if self._sum(self._anywhere, arm.name)[1] >= self.tries:
-            highest = self.accept_length(active, arm) + self.hope(arm)
+            highest = min(highest, self.accept_length(active, arm) + self.hope(arm))
         return active * highest * self.SLACK < best * self._least_seconds(active, arm)
 
     def _least_seconds(self, active: int, arm: Arm) -> float:
         """What a step of it takes here, or a bound: no less than a smaller one took, of fewer rows
         or of a smaller draft by the same drafter; and no less than on the line from `off` through
-        such a draft, because a forward's cost bends upwards."""
+        such a draft, because cost bends upwards (with nodes in the target, with levels in the
+        drafter: the shorter of both is the bound)."""
         bucket = self.bucket(active)
         if len(self._seconds.get((bucket, arm.name), ())) >= self.LEAST_STEPS:
             return self.usual(active, arm.name)
@@ -235,7 +238,7 @@ class Bandit:
             a
             for a in self.arms
             if a.source == OFF
-            or (a.source == arm.source and a.nodes <= arm.nodes and a.sure >= arm.sure)
+            or (a.source == arm.source and a.sure >= arm.sure and self._fits_in(a, arm))
         ]
         least, plain = 0.0, 0.0
         for a in sorted(smaller, key=lambda a: a.nodes):
@@ -248,8 +251,13 @@ class Bandit:
                 here = self.usual(active, a.name)
                 least, plain = max(least, here), here if a.source == OFF else plain
                 if plain and a.nodes and not arm.sure:
-                    least = max(least, plain + (here - plain) * arm.nodes / a.nodes)
+                    times = min(arm.nodes / a.nodes, arm.depth / a.depth)
+                    least = max(least, plain + (here - plain) * times)
         return least
+
+    @staticmethod
+    def _fits_in(one: Arm, other: Arm) -> bool:
+        return one.nodes <= other.nodes and one.depth <= other.depth
 
     def record(self, active: int, arm: Arm, tokens: int, seconds: float) -> None:
         key = (self.bucket(active), arm.name)

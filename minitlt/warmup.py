@@ -9,7 +9,7 @@ int8) after every round; what was saved begins RL with `drafter.start: FOLDER`, 
 
 Left out: several ranks (generation and training take turns on one device), prompts of other tasks.
 
-How to run: `minitlt warmup 07_smollm2_warmup --seconds 2280 --out drafters/smollm2`.
+How to run: `minitlt warmup 07_smollm2_warmup --seconds 2700 --out drafters/smollm2`.
 """
 
 from __future__ import annotations

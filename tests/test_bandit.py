@@ -182,22 +182,47 @@ def test_one_slow_step_in_the_next_bucket_does_not_change_what_this_one_costs():
     assert before == bandit.usual(16, "off") == pytest.approx(0.1 * (16 / 23) ** 0.5, rel=0.02)
 
 
+def seconds_of(arm, active):
+    """A forward is flat up to 16 tokens; a level of the drafter takes a tenth of it."""
+    return 0.02 + 0.001 * max(0, active * (1 + arm.nodes) - 16) + 0.002 * arm.depth
+
+
 def test_a_tree_that_could_not_win_with_all_its_drafts_is_not_tried():
-    """32 rows, where every node costs as a token does: two small drafts say what 15 nodes would
-    cost. Alone they are nearly free, and are tried. A new drafter does not change costs."""
-    arms = [Arm.parse(t) for t in ("eagle-3x5b15", "eagle-1", "off")]
-    accept = {"off": 1, "eagle-1": 1.5, "eagle-3x5b15": 3}
-
-    def seconds(arm, active):
-        return 0.02 + 0.001 * max(0, active * (1 + arm.nodes) - 16)
-
+    """32 rows, where every node costs as a token does: a small tree says what 14 more nodes cost at
+    least. Alone they are nearly free, and are tried. A new drafter does not change costs."""
+    arms = [Arm.parse(t) for t in ("eagle-4x6b24", "eagle-1x2", "off")]
+    accept = {"off": 1, "eagle-1x2": 1.5, "eagle-4x6b24": 5}
     bandit = Bandit(arms)
     for _ in range(2):
-        assert "eagle-3x5b15" not in play(bandit, 32, 20, accept, seconds)
+        assert "eagle-4x6b24" not in play(bandit, 32, 20, accept, seconds_of)
         bandit.renew("eagle")
-    assert play(bandit, 1, 40, accept, seconds)[-20:] == ["eagle-3x5b15"] * 20
-    play(bandit, 16, 20, accept, seconds)
-    bandit.record(16, arms[0], 16, seconds(arms[0], 16))
-    bandit.record(16, arms[0], 16, seconds(arms[0], 16))
-    bandit.renew("eagle")  # what it costs with 16 rows is known: too much for any drafter
-    assert "eagle-3x5b15" not in play(bandit, 16, 20, accept, seconds)
+    assert play(bandit, 1, 40, accept, seconds_of)[-20:] == ["eagle-4x6b24"] * 20
+    for _ in range(2):  # what it costs with 16 rows is known: too much for any drafter
+        bandit.record(16, arms[0], 16, seconds_of(arms[0], 16))
+    bandit.renew("eagle")
+    assert "eagle-4x6b24" not in play(bandit, 16, 20, accept, seconds_of)
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+def test_a_wide_tree_is_not_ruled_out_by_what_a_deep_chain_costs(rows):
+    """On a GPU nodes are nearly free and levels of the drafter are not: the tree, of as many levels
+    as the chain and four times its nodes, is the best of all."""
+    arms = [Arm.parse(t) for t in ("off", "eagle-2", "eagle-4", "eagle-4x4")]
+    accept = {"off": 1, "eagle-2": 1.9, "eagle-4": 2.4, "eagle-4x4": 3.1}
+
+    def seconds(arm, active):
+        return 0.008 + 0.0025 * arm.depth + 0.00003 * arm.nodes * active / 8
+
+    bandit, picks = Bandit(arms), []
+    for _ in range(200):
+        arm = bandit.choose(rows)
+        picks.append(arm.name)
+        bandit.record(rows, arm, accept[arm.name] * rows, seconds(arm, rows))
+    assert picks[-100:] == ["eagle-4x4"] * 100
+
+
+@pytest.mark.parametrize("text", ["eagle-4p30", "eagle-4x1p30", "eagle-4x2p00", "ngram-3x2p30"])
+def test_likely_drafts_are_of_learned_trees(text):
+    with pytest.raises(ValueError, match="pNN, from 01 to 99, is of learned trees"):
+        Arm.parse(text)
+    assert Arm.parse(Arm.parse("eagle-4x3b5p05").name) == Arm("eagle", 4, 3, 5, 5)
