@@ -89,6 +89,12 @@ def test_a_rows_product_has_the_same_bits_in_any_company(sizes, dtype, threads):
 
 
 @DTYPES
+def test_no_rows_give_no_rows(dtype):
+    product, _, _ = panels(97, 37, dtype, bias=True)
+    assert product(rows(0, 37)).shape == (0, 97)
+
+
+@DTYPES
 def test_new_weights_and_a_new_bias_take_the_old_ones_place(dtype):
     product, _, _ = panels(97, 37, dtype, bias=True)
     addresses = product.panels_PKW.data_ptr(), product.bias.data_ptr()

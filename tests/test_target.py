@@ -388,6 +388,14 @@ def test_a_processor_whose_products_need_more_than_four_rows_is_named(few, caplo
     assert fewest_rows(Moody(few, torch.bfloat16)) == (4 if few else 1) and not caplog.records
 
 
+def test_no_rows_need_no_company(monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+    linear = Linear(torch.float32, torch.device("cpu"))
+    linear.load(torch.eye(8))
+    linear.fewest = 4
+    assert linear(torch.zeros(0, 8)).shape == (0, 8)
+
+
 def test_attention_that_depends_on_company_is_noticed_and_named(monkeypatch, caplog):
     """An attention whose last bit depends on how much is read, or on how many nodes are asked."""
     monkeypatch.setattr(native, "library", lambda: None)  # it has an attention of its own
