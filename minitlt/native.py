@@ -41,6 +41,8 @@ SOURCES = sorted(Path(__file__).parent.joinpath("csrc").glob("*.c"))
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=gnu11")
 OWN_FLAGS = {"sampler": ("-ffp-contract=off",)}  # the noise is defined in single operations
 _BUILD_SECONDS = 120
+_FLOATS: Any = {"dtype": torch.float32, "device": "cpu"}  # what C writes, whatever torch's defaults
+_INTS: Any = {"dtype": torch.int64, "device": "cpu"}
 
 
 class _Matrix(Structure):
@@ -222,10 +224,10 @@ class Panels:
         else:
             ordered = weight.to(self.dtype).view(-1, self._width, inputs).transpose(1, 2)
         if self.panels_PKW is None:
-            self.panels_PKW = torch.empty(ordered.shape, dtype=self.dtype)
+            self.panels_PKW = torch.empty(ordered.shape, dtype=self.dtype, device="cpu")
         self.panels_PKW.copy_(ordered)
         if bias_O is not None:
-            bias = F.pad(bias_O.detach().float(), (0, pads))
+            bias = F.pad(bias_O.detach().to("cpu", torch.float32), (0, pads))
             self.bias = bias.clone() if self.bias is None else self.bias.copy_(bias)
         bias_at = self.bias.data_ptr() if self.bias is not None else None
         self.matrix = _Matrix(self.panels_PKW.data_ptr(), bias_at, inputs, num)
@@ -234,7 +236,7 @@ class Panels:
         """[.., K] to fp32 [.., O]."""
         x = x_NK.float().contiguous()
         assert x.shape[-1] == self.matrix.inputs, "a product's inputs"
-        y = torch.empty(*x.shape[:-1], self.matrix.outputs)
+        y = torch.empty(*x.shape[:-1], self.matrix.outputs, **_FLOATS)
         narrow, num = self.dtype == torch.bfloat16, x.numel() // self.matrix.inputs
         self._library.product(
             byref(self.matrix), narrow, torch.get_num_threads(), num, x.data_ptr(), y.data_ptr()
@@ -296,8 +298,8 @@ class Decoder:
         size = tokens_BT.shape
         tokens, lengths = tokens_BT.long().contiguous(), lengths_B.long().contiguous()
         parents = None if parents_BT is None else parents_BT.long().contiguous()
-        features, last = (torch.empty(*size, n * self._hidden) for n in (3, 1))
-        scores = torch.empty(*size, self._model.head.outputs) if logits else None
+        features, last = (torch.empty(*size, n * self._hidden, **_FLOATS) for n in (3, 1))
+        scores = torch.empty(*size, self._model.head.outputs, **_FLOATS) if logits else None
         self._model.turn, self._model.threads = turn.data_ptr(), torch.get_num_threads()
         _, slots, _, room, _ = cache_5.shape
         assert len(turn) >= room and first_slot + len(lengths) <= slots
@@ -361,12 +363,12 @@ class DraftTrees:
         and sines. rows: of each row its root, noise key, length and number of new pairs; a row that
         has none gets pads.
         """
-        given = [x.contiguous() for x in (*rows, temperatures_B, stop_ids)]
+        given = [x.contiguous() for x in (*rows, temperatures_B.float(), stop_ids)]
         held = [buffers[name] for name in ("tokens", "features", "keys", "values")]
         num_rows, room = len(temperatures_B), held[0].shape[1]
         assert all(len(x) == num_rows for x in given[:-1]) and len(turns[0]) >= room
         nodes = depth if width == 1 else min(nodes, width + (depth - 1) * width * width)
-        drafts, parents = (torch.empty(num_rows, 1 + nodes, dtype=torch.int64) for _ in range(2))
+        drafts, parents = (torch.empty(num_rows, 1 + nodes, **_INTS) for _ in range(2))
         self._model.cos, self._model.sin = (x.data_ptr() for x in turns)
         self._model.threads = torch.get_num_threads()
         asked = _Proposal(

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import KINDS, random_prompts, tiny_model
 
-from minitlt import doctor, native
+from minitlt import doctor, native, native_sampler
 from minitlt.spec import RolloutEngine, SamplingParams
 from minitlt.target import full_state, make_target
 
@@ -292,6 +292,34 @@ def test_numbers_of_other_types_are_read_as_what_they_are():
     want, _ = target.forward(tokens, lengths, parents)
     got, _ = target.forward(tokens.int(), lengths.int(), parents.int())
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("name", "value"), [("dtype", torch.float64), ("device", "meta")])
+def test_torchs_defaults_change_nothing(name, value):
+    """C writes fp32 and int64 into memory of the host."""
+    weight, x = torch.randn(97, 37), torch.randn(2, 3, 97)
+    key, at, heat = torch.tensor([1, 2]), torch.tensor([3, 4]), torch.ones(2)
+    tokens, parents = torch.tensor([[5, 6, 7]] * 2), torch.tensor([[-1, 0, 1]] * 2)
+    target, rows_NK, lengths = target_of("llama"), rows(3, 37), torch.tensor([0, 0])
+
+    def results():
+        product = native.Panels(torch.float32)
+        product.load(weight, weight[:, 0])
+        yield product(rows_NK)
+        logits, taps = target.forward(tokens, lengths, parents)
+        yield from (logits, taps.features_BNF, taps.hidden_BNH)
+        drawn = x, key, at, heat, tokens, parents, None, None, None, [5], True
+        yield from native_sampler.verify(*drawn)
+        yield from native_sampler.topk(x[:, 0], key, at, heat, 2, None)
+
+    want, default = list(results()), getattr(torch, f"set_default_{name}")
+    default(value)
+    try:
+        got = list(results())
+    finally:
+        default(torch.float32 if name == "dtype" else None)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
 
 
 # How it is built.
