@@ -302,6 +302,7 @@ class Decoder:
         scores = torch.empty(*size, self._model.head.outputs, **_FLOATS) if logits else None
         self._model.turn, self._model.threads = turn.data_ptr(), torch.get_num_threads()
         _, slots, _, room, _ = cache_5.shape
+        assert lengths.shape == size[:1] and (parents is None or parents.shape == size)
         assert len(turn) >= room and first_slot + len(lengths) <= slots
         given = _Pass(
             tokens.data_ptr(), lengths.data_ptr(), None if parents is None else parents.data_ptr(),
@@ -366,7 +367,8 @@ class DraftTrees:
         given = [x.contiguous() for x in (*rows, temperatures_B.float(), stop_ids)]
         held = [buffers[name] for name in ("tokens", "features", "keys", "values")]
         num_rows, room = len(temperatures_B), held[0].shape[1]
-        assert all(len(x) == num_rows for x in given[:-1]) and len(turns[0]) >= room
+        assert all(x.shape == (num_rows,) for x in given[:-1]) and len(turns[0]) >= room
+        assert all(len(x) >= num_rows and x.shape[1] == room for x in held)
         nodes = depth if width == 1 else min(nodes, width + (depth - 1) * width * width)
         drafts, parents = (torch.empty(num_rows, 1 + nodes, **_INTS) for _ in range(2))
         self._model.cos, self._model.sin = (x.data_ptr() for x in turns)
@@ -401,7 +403,10 @@ def _misplaced(
             return f"row {row} needs {needs} cache positions, only {room} are reserved"
         if highest >= vocab:
             return f"row {row}: token {highest} is outside of the vocabulary of {vocab}"
-        for node, parent in enumerate([] if parents_BT is None else parents_BT[row].tolist()):
+        tokens, chain = tokens_BT[row].tolist(), range(-1, num_nodes - 1)
+        for node, parent in enumerate(chain if parents_BT is None else parents_BT[row].tolist()):
             if parent >= node:
                 return f"row {row}: node {node} must come after its parent, {parent}"
+            if parent > 0 and tokens[parent] < 0 <= tokens[node]:
+                return f"row {row}: node {node} stands behind a pad, {parent}"
     raise AssertionError("nothing is wrong")

@@ -434,7 +434,7 @@ def test_proposals_in_c_are_the_definitions(data):
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.status())
-def test_a_proposal_in_c_heeds_no_default_device(monkeypatch):
+def test_a_proposal_in_c_heeds_no_default_device_and_no_other_shape(monkeypatch):
     world = World(make_drafter(0, torch.float32, 0, True), [9, 4], config=DrafterConfig())
     trees, given = world.proposer.model.native_trees(), []
     monkeypatch.setattr(world.proposer.model, "native_trees", lambda: remember)
@@ -447,3 +447,7 @@ def test_a_proposal_in_c_heeds_no_default_device(monkeypatch):
     with torch.device("meta"):
         tokens, parents = trees(*given[0])
     assert torch.equal(tokens, draft.tokens_BT) and torch.equal(parents, draft.parents_BT)
+    buffers, turns, rows, *rest = given[0]
+    for i in range(len(rows)):
+        with pytest.raises(AssertionError):
+            trees(buffers, turns, [*rows[:i], rows[i][:, None], *rows[i + 1 :]], *rest)

@@ -286,6 +286,25 @@ def test_what_has_no_place_is_named(tokens, lengths, parents, message):
     assert torch.equal(target.cache.whole, before)
 
 
+@pytest.mark.parametrize("parents", [None, [[-1, 0, 1, 2], [-1, 0, 0, 1]]])
+def test_nothing_stands_behind_a_pad(parents):
+    """Which has no keys. Pads may stand behind one, and beside drafts."""
+    target, lengths = target_of("llama"), torch.tensor([4, 4])
+    message = f"row 1: node {3 if parents else 2} stands behind a pad, 1"
+    parents = parents and torch.tensor(parents)
+    target.forward(torch.tensor([[2, 3, -1, -1], [-1, 3, 4, 5]]), lengths, parents)
+    with pytest.raises(ValueError, match=message):
+        target.forward(torch.tensor([[2, 3, 4, 5], [2, -1, 4, 5]]), lengths, parents)
+
+
+def test_a_pass_is_of_one_shape():
+    target, tokens = target_of("llama"), torch.tensor([[5, 6, 7], [5, 6, 7]])
+    tree = [-1, 0, 0]
+    for lengths, parents in [([4], [tree] * 2), ([4, 4], [tree]), ([4, 4], [[-1, 0]] * 2)]:
+        with pytest.raises(AssertionError):
+            target.forward(tokens, torch.tensor(lengths), torch.tensor(parents))
+
+
 def test_numbers_of_other_types_are_read_as_what_they_are():
     target, tokens, lengths = target_of("llama"), torch.tensor([[5, 6, 7]]), torch.tensor([4])
     parents = torch.tensor([[-1, 0, 0]])

@@ -109,8 +109,10 @@ static void attend_all(const Model *m, const Pass *p, const Fed *fed, int64_t nu
 static int check(const Model *m, const Pass *p)
 {
     for (int64_t i = 0; i < p->rows * p->nodes; i++) {
+        int64_t node = i % p->nodes, parent = p->parents ? p->parents[i] : node - 1;
         if (p->tokens[i] >= m->vocab) return 2;
-        if (p->parents && p->parents[i] >= i % p->nodes) return 3;
+        if (parent >= node) return 3;
+        if (parent > 0 && p->tokens[i] >= 0 && p->tokens[i - node + parent] < 0) return 5; /* a pad has no keys */
         if (p->lengths[i / p->nodes] < 0 || p->lengths[i / p->nodes] + p->nodes > p->room) return 4;
     }
     return 0;
