@@ -126,8 +126,9 @@ def norm_factor(num_inputs: int, device: torch.device) -> float:
 
 
 def put(old: Tensor | None, new: Tensor) -> Tensor:
-    """`new` in the memory of `old`, if there is any: references and captured graphs stay valid."""
-    return new.clone() if old is None else old.copy_(new)
+    """`new` in the memory of `old`, if there is any: references and captured graphs stay valid.
+    Dense and in its order, as C reads it."""
+    return new.clone(memory_format=torch.contiguous_format) if old is None else old.copy_(new)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -86,10 +86,11 @@ class Target:
     ) -> tuple[Tensor | None, Taps]:
         """One pass over B small trees behind B cursors.
 
-        tokens_BT: int64, node 0 is the root, pads may be anything (negative ids read row 0).
+        tokens_BT: int64, node 0 is the root; nothing stands behind a pad, whose id is below 0.
         lengths_B: committed tokens per row; node n is written at position lengths + n.
         parents_BT: as in `Draft`, or None for a chain.
-        Returns logits_BTV (fp32 on a CPU, else as computed), or None, and the taps of all nodes.
+        Returns logits_BTV (fp32 on a CPU, else as computed), or None, and the taps of all nodes;
+        what stands at the places of pads is rubbish, natively whatever was in memory.
         A captured forward's taps hold until the next one.
         Raises ValueError when a row would leave the reserved cache.
         """

@@ -9,7 +9,7 @@ from transformers import NanoChatConfig, NanoChatForCausalLM
 
 from minitlt import native, slots
 from minitlt.draft import default_taps
-from minitlt.linear import Linear, Residual, decoding_dtype, fewest_rows, norm_factor
+from minitlt.linear import Linear, Residual, decoding_dtype, fewest_rows, norm_factor, put
 from minitlt.slots import SlotCache, TargetShape
 from minitlt.target import (
     LlamaTarget,
@@ -386,6 +386,12 @@ def test_a_processor_whose_products_need_more_than_four_rows_is_named(few, caplo
     assert [r.levelname for r in caplog.records] == ["WARNING"] * (few > 4)
     caplog.clear()
     assert fewest_rows(Moody(few, torch.bfloat16)) == (4 if few else 1) and not caplog.records
+
+
+def test_weights_are_kept_in_the_order_that_c_reads():
+    weight = torch.arange(6.0).view(2, 3).T
+    kept = put(None, weight)
+    assert kept.is_contiguous() and torch.equal(kept, weight)
 
 
 def test_no_rows_need_no_company(monkeypatch):

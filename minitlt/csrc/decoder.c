@@ -4,11 +4,11 @@ What it is. Decoding reads all weights for a handful of tokens, so a step takes 
 takes, if nothing else gets in its way: one call per forward instead of four hundred small operations,
 weights in the order in which they are read, and the next panel on its way while this one is multiplied.
 
-Why no bit depends on company. Every output of a product is one chain of fused multiply-adds over the
-inputs in ascending order, whatever other rows, threads or vector widths there are. A query attends to
-what it sees as to one sequence: the committed context, then its own ancestors; so a node of a tree
-does the sums of plain decoding, in their order. Weights may be narrow (bf16): they are widened on the
-way into the registers, and all arithmetic is fp32.
+Why no bit depends on company. Every output of a product is one chain of multiply-adds (fused where the
+processor has them) over the inputs in ascending order, whatever other rows, threads or vector widths
+there are. A query attends to what it sees as to one sequence: the committed context, then its own
+ancestors; so a node of a tree does the sums of plain decoding, in their order. Weights may be narrow
+(bf16): they are widened on the way into the registers, and all arithmetic is fp32.
 
 Left out: other than fp32 arithmetic, int8 weights, attention in blocks of queries (a prompt's keys are
 read from the second cache once per query, an eighth of the time of its products).
