@@ -38,7 +38,7 @@ from minitlt.common import one_line
 
 logger = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).parent.joinpath("csrc").glob("*.c"))
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=gnu11")
+FLAGS = ("-O3", "-march=native", "-fno-fast-math", "-fopenmp", "-fPIC", "-std=gnu11")
 OWN_FLAGS = {"sampler": ("-ffp-contract=off",)}  # the noise is defined in single operations
 _BUILD_SECONDS = 120
 _FLOATS: Any = {"dtype": torch.float32, "device": "cpu"}  # what C writes, whatever torch's defaults
@@ -117,37 +117,41 @@ def _find() -> tuple[ctypes.CDLL | None, str]:
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
         return None, "no C compiler: install gcc, or name one in CC"
+    if not SOURCES:
+        return None, f"no C sources in {Path(__file__).parent}: install minitlt anew"
     try:
         found = _load(compiler)
+        if _keeps_bits(found):
+            return found, f"built by {compiler}"
+        text = f"what {compiler} builds rounds a row of a product in another way beside others"
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
         text = f"{compiler} cannot build it: {one_line(said)[-300:]}"
-        logger.warning("csrc/: %s; decoding goes on without it, at half the speed", text)
-        return None, text
-    return found, f"built by {compiler}"
+    logger.warning("csrc/: %s; decoding goes on without it, at half the speed", text)
+    return None, text
 
 
 def _load(compiler: str) -> ctypes.CDLL:
     from minitlt.models import cache_dir
 
-    texts = [file.read_text() for file in sorted(SOURCES[0].parent.glob("*.[ch]"))]
-    made_of = "|".join([*texts, *FLAGS, str(OWN_FLAGS), compiler, platform.machine(), _processor()])
+    texts = [file.read_text("utf-8") for file in sorted(SOURCES[0].parent.glob("*.[ch]"))]
+    by = (compiler, _run(compiler, "--version"), platform.machine(), _processor())
+    made_of = "|".join([*texts, *FLAGS, str(OWN_FLAGS), *by])
     name = f"native-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-    folder = cache_dir()
-    path = folder / name
-    if _is_whole(path):
-        try:
-            return _typed(path)
-        except OSError:  # built where other libraries are
-            logger.info("%s cannot be loaded and is built anew", path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path = cache_dir() / name
+        if _is_whole(path):
+            try:
+                return _typed(path)
+            except OSError:  # built where other libraries are
+                logger.info("%s cannot be loaded and is built anew", path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         _build(compiler, path)
-    except OSError:  # nothing can be written there
+        return _typed(path)
+    except (OSError, RuntimeError):  # no home; nothing can be written there, or loaded from there
         with tempfile.TemporaryDirectory() as own:
             _build(compiler, Path(own) / name)
             return _typed(Path(own) / name)
-    return _typed(path)
 
 
 def _build(compiler: str, path: Path) -> None:
@@ -172,8 +176,9 @@ def _is_whole(path: Path) -> bool:
     return data[-32:] == hashlib.sha256(data[:-32]).digest()
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_SECONDS)
+def _run(*command: str) -> str:
+    options: Any = {"capture_output": True, "text": True, "errors": "replace", "check": True}
+    return subprocess.run(command, timeout=_BUILD_SECONDS, **options).stdout
 
 
 def _processor() -> str:
@@ -197,6 +202,19 @@ def _typed(path: Path) -> ctypes.CDLL:
     return found
 
 
+def _keeps_bits(found: ctypes.CDLL) -> bool:
+    """A trial: rows of a product alone, and in the chunks of any register width."""
+    generator = torch.Generator().manual_seed(0)
+    weight_OK, x_NK = (torch.randn(n, 40, generator=generator, **_FLOATS) for n in (70, 25))
+    for dtype in (torch.float32, torch.bfloat16):
+        product = Panels(dtype, found)
+        product.load(weight_OK)
+        alone_NO = torch.cat([product(x_K[None]) for x_K in x_NK])
+        if any(not torch.equal(product(x_NK[:n]), alone_NO[:n]) for n in (6, 13, 25)):
+            return False
+    return True
+
+
 def runs(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether weights of this dtype on this device are decoded in C."""
     narrow_or_not = dtype in (torch.float32, torch.bfloat16)
@@ -206,8 +224,8 @@ def runs(dtype: torch.dtype, device: torch.device) -> bool:
 class Panels:
     """A weight [O, K] in the order in which it is read, and its bias; replaced in place."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        found = library()
+    def __init__(self, dtype: torch.dtype, found: ctypes.CDLL | None = None) -> None:
+        found = found or library()
         assert found is not None, "library() first"
         self._library, self.dtype, self._width = found, dtype, found.width()
         self.panels_PKW: Tensor | None = None

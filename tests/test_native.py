@@ -414,6 +414,80 @@ def test_without_a_place_to_keep_it_it_is_built_for_this_process(tmp_path, monke
 
 
 @pytest.fixture
+def copied(monkeypatch):
+    """Built in no time: as this process has it. The paths it was built at."""
+    paths = []
+
+    def build(compiler, path):
+        assert path.parent.is_dir()
+        shutil.copy(native.library()._name, path)
+        paths.append(path)
+
+    monkeypatch.setattr(native, "_build", build)
+    return paths
+
+
+def test_a_folder_that_nothing_can_be_run_from_is_done_without(folder, copied, monkeypatch):
+    real = native._typed
+
+    def typed(path):
+        if path.parent == folder:
+            raise OSError("failed to map segment from shared object")
+        return real(path)
+
+    monkeypatch.setattr(native, "_typed", typed)
+    for num in (2, 4):  # the second time it is there, and cannot be loaded again
+        assert works(find()[0]) and len(copied) == num and copied[-1].parent != folder
+
+
+def test_without_a_home_it_is_built_for_this_process(copied, monkeypatch):
+    def homeless(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("MINITLT_CACHE", raising=False)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert works(find()[0]) and len(copied) == 1
+
+
+def test_without_any_place_to_write_it_is_done_without(tmp_path, monkeypatch):
+    def no_place(*args, **kwargs):
+        raise FileNotFoundError("No usable temporary directory found")
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MINITLT_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", no_place)
+    library, status = find()
+    assert library is None and "No usable temporary directory found" in status
+
+
+def test_without_its_sources_it_is_done_without(folder, monkeypatch):
+    monkeypatch.setattr(native, "SOURCES", [])
+    library, status = find()
+    assert library is None and "no C sources" in status and not folder.exists()
+
+
+def test_another_version_of_the_compiler_builds_it_anew(folder, copied, monkeypatch):
+    for version in ("cc 14.2", "cc 14.2", "cc 15.1"):
+        monkeypatch.setattr(native, "_run", lambda *command, version=version: version)
+        assert works(find()[0])
+    assert len(set(copied)) == len(copied) == 2
+
+
+def test_a_library_whose_products_depend_on_company_is_not_used(
+    folder, copied, monkeypatch, caplog
+):
+    real = native.Panels.__call__
+    for few in (2, 7, 14):
+
+        def moody(product, x_NK, few=few):
+            return real(product, x_NK) + 1e-6 * (len(x_NK) < few)
+
+        monkeypatch.setattr(native.Panels, "__call__", moody)
+        library, status = find()
+        assert library is None and "beside others" in status and status in caplog.text
+
+
+@pytest.fixture
 def anew(monkeypatch):
     """As in a process that has not looked for it yet."""
     monkeypatch.setattr(native, "_find", functools.cache(find))
