@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -108,6 +109,32 @@ def library() -> ctypes.CDLL | None:
 def status() -> str:
     """Whether it is there, and why not."""
     return _find()[1]
+
+
+def lanes() -> int:
+    """Of its vectors, 8 or 16: with others it rounds otherwise. 0: it is not there."""
+    found = library()
+    return found.width() // 2 if found else 0
+
+
+def agree(rank: int) -> None:
+    """Called on all ranks of a CPU: where one has no library, or another one, none uses it, so
+    that no row's bits depend on its rank. Rank 0 builds it, the others find it."""
+    if rank == 0:
+        library()
+    dist.barrier()
+    lanes_R = torch.zeros(dist.get_world_size(), **_INTS)
+    lanes_R[rank] = lanes()
+    dist.all_reduce(lanes_R)
+    if len(lanes_R.unique()) > 1:
+        os.environ["MINITLT_NATIVE"] = "0"
+        library.cache_clear()
+        _find.cache_clear()
+        if rank == 0:
+            said = (
+                "ranks differ in what C they run (lanes: %s): all decode without, at half the speed"
+            )
+            logger.warning(said, lanes_R.tolist())
 
 
 @functools.cache

@@ -59,6 +59,7 @@ class Target:
     """What the engine needs of a target; forward, logits, refresh and the two weights differ."""
 
     backend: str
+    decoder = "torch"  # who computes; others round in other ways
     splits_head = False  # whether `logits` gives what `forward` would, to the bit
     embed_weight: Tensor
     head_weight: Tensor
@@ -196,6 +197,8 @@ class LlamaTarget(Target):
         with torch.device("meta"):  # adapters may have been put into `model` itself
             self._names = {name for name, _ in type(model)(config).named_parameters()}
         self.head = Linear(dtype, device)
+        if self.head.packs:
+            self.decoder = f"native, {native.lanes()} lanes" if self.native else "packed"
         self._parts = {"qkv": _QKV, "out": ("self_attn.o_proj",), "down": ("mlp.down_proj",)}
         self._parts |= _GATE_AND_UP if self.head.fuses or self.native else _GATE_UP
         num = self.shape.num_layers
@@ -614,6 +617,6 @@ def make_target(
         raise ValueError(f"{config.model_type} has no fused path; use backend 'module'")
     chosen = LlamaTarget if backend != "module" and fused else ModuleTarget
     target = chosen(model, dtype=dtype, device=device, weights=weights)
-    by = ", by native code" if isinstance(target, LlamaTarget) and target.native else ""
-    logger.info("target: %s runs %s, in %s%s", config.model_type, chosen.backend, dtype, by)
+    how = chosen.backend, dtype, target.decoder
+    logger.info("target: %s runs %s, in %s (%s)", config.model_type, *how)
     return target

@@ -11,12 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import KINDS, random_prompts, tiny_model
+from ranks import own_worker, two_ranks
+from transformers import AutoModelForCausalLM
 
 from minitlt import doctor, native, native_sampler
+from minitlt.config import RolloutConfig
+from minitlt.eagle3 import DrafterConfig
+from minitlt.rl import build_speculation
 from minitlt.spec import RolloutEngine, SamplingParams
+from minitlt.spot import SpotConfig
 from minitlt.target import full_state, make_target
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -487,6 +494,34 @@ def test_a_library_whose_products_depend_on_company_is_not_used(
         assert library is None and "beside others" in status and status in caplog.text
 
 
+def build_on_a_rank(folder, model_dir, without):
+    rank = int(os.environ["RANK"])
+    os.environ |= {"MINITLT_CACHE": str(folder)}
+    if rank == without:
+        os.environ["MINITLT_NATIVE"] = "0"
+    dist.init_process_group("gloo")
+    build, model = native._build, AutoModelForCausalLM.from_pretrained(model_dir)
+
+    def builds(*args):
+        (folder / f"built by rank {rank}").touch()
+        build(*args)
+
+    native._build = builds
+    cpu = {"device": torch.device("cpu"), "rank": rank, "world_size": 2}
+    parts = build_speculation(model, RolloutConfig(), DrafterConfig(), SpotConfig(), **cpu)
+    want = "packed" if without is not None else f"native, {native.lanes()} lanes"
+    assert parts.engine.target.decoder == want and (native.library() is None) == (want == "packed")
+    parts.spot.close()
+    dist.destroy_process_group()
+
+
+@own_worker
+@pytest.mark.parametrize("without", [None, 1])
+def test_ranks_decode_alike_and_one_builds(without, tmp_path, model_dir):
+    two_ranks(build_on_a_rank, tmp_path, model_dir, without, timeout=120)
+    assert [path.name for path in tmp_path.glob("built*")] == ["built by rank 0"]
+
+
 @pytest.fixture
 def anew(monkeypatch):
     """As in a process that has not looked for it yet."""
@@ -501,12 +536,10 @@ def finding():
     return state, text
 
 
-def test_the_doctor_names_the_compiler(anew):
+def test_the_doctor_names_the_compiler_and_the_switches(anew):
     state, text = finding()
-    assert (
-        state == doctor.OK
-        and text == f"built by {native.shutil.which(os.environ.get('CC') or 'cc')}"
-    )
+    assert state == doctor.OK and "CC" in text and "MINITLT_NATIVE=0" in text
+    assert text.startswith(f"built by {shutil.which(os.environ.get('CC') or 'cc')}, ")
 
 
 def test_a_compiler_that_fails_is_said_once_and_done_without(anew, caplog):
