@@ -39,6 +39,7 @@ from minitlt.common import one_line
 
 logger = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).parent.joinpath("csrc").glob("*.c"))
+# Some compilers reorder sums unless told not to.
 FLAGS = ("-O3", "-march=native", "-fno-fast-math", "-fopenmp", "-fPIC", "-std=gnu11")
 OWN_FLAGS = {"sampler": ("-ffp-contract=off",)}  # the noise is defined in single operations
 _BUILD_SECONDS = 120
@@ -131,9 +132,7 @@ def agree(rank: int) -> None:
         library.cache_clear()
         _find.cache_clear()
         if rank == 0:
-            said = (
-                "ranks differ in what C they run (lanes: %s): all decode without, at half the speed"
-            )
+            said = "lanes of the ranks' csrc/: %s; all go on without it, at half the speed"
             logger.warning(said, lanes_R.tolist())
 
 
