@@ -127,8 +127,9 @@ def _decoder() -> Iterator[Finding]:
     from minitlt import native
 
     found = native.library() is not None
-    slower = "" if found else "; without it decoding takes about twice as long"
-    yield OK if found else NOTE, "decoder on cpu", native.status() + slower
+    more = (f", {native.lanes()} lanes; CC names another compiler, MINITLT_NATIVE=0 does without"
+            if found else "; without it decoding takes about twice as long")  # fmt: skip
+    yield OK if found else NOTE, "decoder on cpu", native.status() + more
 
 
 def _seam() -> Iterator[Finding]:

@@ -427,7 +427,7 @@ class Eagle3Drafter(nn.Module):
         return copy
 
     def pack_weights(self) -> None:
-        """Reorders the weights of a serving copy for oneDNN (on a CPU; elsewhere nothing is done).
+        """Packs the weights of a serving copy, on a CPU; elsewhere nothing is done.
 
         Two to eight rows then cost little more than one. Call it again after every change of the
         weights. A packed drafter cannot be trained.

@@ -323,6 +323,9 @@ def sampling_thresholds(
     """
     if top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
         raise ValueError(f"need top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1: {top_k, top_p, min_p}")
+    if len(logits_NV) == 1:  # torch has each thread sum a part of a lone row: other bits
+        twice = logits_NV.repeat(2, 1), temperatures_N.repeat(2)
+        return sampling_thresholds(*twice, top_k, top_p, min_p)[:1]
     x_NV = scaled(logits_NV, temperatures_N)
     top_N1 = x_NV.amax(-1, keepdim=True)
     keep_NV, vocab = x_NV > -INF, x_NV.shape[1]

@@ -71,7 +71,7 @@ class Linear:
             return self.panels(x_NH)
         if self.fuses:
             return self.fused(x_NH)
-        if (num := len(x_NH)) < self.fewest:
+        if 0 < (num := len(x_NH)) < self.fewest:
             return self(self._repeated(x_NH))[:num]
         x_NH = x_NH.to(self.dtype)
         if self.packed:
@@ -83,7 +83,7 @@ class Linear:
 
     def fused(self, x_NH: Tensor, how: str = "none", factor: Tensor | None = None) -> Tensor:
         """how: none | swish, or mul by `factor`."""
-        if (num := len(x_NH)) < self.fewest:
+        if 0 < (num := len(x_NH)) < self.fewest:
             factor = factor if factor is None else self._repeated(factor)
             return self.fused(self._repeated(x_NH), how, factor)[:num]
         product: Any = torch.ops.mkldnn._linear_pointwise
@@ -126,8 +126,9 @@ def norm_factor(num_inputs: int, device: torch.device) -> float:
 
 
 def put(old: Tensor | None, new: Tensor) -> Tensor:
-    """`new` in the memory of `old`, if there is any: references and captured graphs stay valid."""
-    return new.clone() if old is None else old.copy_(new)
+    """`new` in the memory of `old`, if there is any: references and captured graphs stay valid.
+    Dense and in its order, as C reads it."""
+    return new.clone(memory_format=torch.contiguous_format) if old is None else old.copy_(new)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -38,9 +39,12 @@ from minitlt.common import one_line
 
 logger = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).parent.joinpath("csrc").glob("*.c"))
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=gnu11")
+# Some compilers reorder sums unless told not to.
+FLAGS = ("-O3", "-march=native", "-fno-fast-math", "-fopenmp", "-fPIC", "-std=gnu11")
 OWN_FLAGS = {"sampler": ("-ffp-contract=off",)}  # the noise is defined in single operations
 _BUILD_SECONDS = 120
+_FLOATS: Any = {"dtype": torch.float32, "device": "cpu"}  # what C writes, whatever torch's defaults
+_INTS: Any = {"dtype": torch.int64, "device": "cpu"}
 
 
 class _Matrix(Structure):
@@ -108,6 +112,30 @@ def status() -> str:
     return _find()[1]
 
 
+def lanes() -> int:
+    """Of its vectors, 8 or 16: with others it rounds otherwise. 0: it is not there."""
+    found = library()
+    return found.width() // 2 if found else 0
+
+
+def agree(rank: int) -> None:
+    """Called on all ranks of a CPU: where one has no library, or another one, none uses it, so
+    that no row's bits depend on its rank. Rank 0 builds it, the others find it."""
+    if rank == 0:
+        library()
+    dist.barrier()
+    lanes_R = torch.zeros(dist.get_world_size(), **_INTS)
+    lanes_R[rank] = lanes()
+    dist.all_reduce(lanes_R)
+    if len(lanes_R.unique()) > 1:
+        os.environ["MINITLT_NATIVE"] = "0"
+        library.cache_clear()
+        _find.cache_clear()
+        if rank == 0:
+            said = "lanes of the ranks' csrc/: %s; all go on without it, at half the speed"
+            logger.warning(said, lanes_R.tolist())
+
+
 @functools.cache
 def _find() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get("MINITLT_NATIVE") == "0":
@@ -115,37 +143,41 @@ def _find() -> tuple[ctypes.CDLL | None, str]:
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
         return None, "no C compiler: install gcc, or name one in CC"
+    if not SOURCES:
+        return None, f"no C sources in {Path(__file__).parent}: install minitlt anew"
     try:
         found = _load(compiler)
+        if _keeps_bits(found):
+            return found, f"built by {compiler}"
+        text = f"what {compiler} builds rounds a row of a product in another way beside others"
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
         text = f"{compiler} cannot build it: {one_line(said)[-300:]}"
-        logger.warning("csrc/: %s; decoding goes on without it, at half the speed", text)
-        return None, text
-    return found, f"built by {compiler}"
+    logger.warning("csrc/: %s; decoding goes on without it, at half the speed", text)
+    return None, text
 
 
 def _load(compiler: str) -> ctypes.CDLL:
     from minitlt.models import cache_dir
 
-    texts = [file.read_text() for file in sorted(SOURCES[0].parent.glob("*.[ch]"))]
-    made_of = "|".join([*texts, *FLAGS, str(OWN_FLAGS), compiler, platform.machine(), _processor()])
+    texts = [file.read_text("utf-8") for file in sorted(SOURCES[0].parent.glob("*.[ch]"))]
+    by = (compiler, _run(compiler, "--version"), platform.machine(), _processor())
+    made_of = "|".join([*texts, *FLAGS, str(OWN_FLAGS), *by])
     name = f"native-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-    folder = cache_dir()
-    path = folder / name
-    if _is_whole(path):
-        try:
-            return _typed(path)
-        except OSError:  # built where other libraries are
-            logger.info("%s cannot be loaded and is built anew", path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path = cache_dir() / name
+        if _is_whole(path):
+            try:
+                return _typed(path)
+            except OSError:  # built where other libraries are
+                logger.info("%s cannot be loaded and is built anew", path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         _build(compiler, path)
-    except OSError:  # nothing can be written there
+        return _typed(path)
+    except (OSError, RuntimeError):  # no home; nothing can be written there, or loaded from there
         with tempfile.TemporaryDirectory() as own:
             _build(compiler, Path(own) / name)
             return _typed(Path(own) / name)
-    return _typed(path)
 
 
 def _build(compiler: str, path: Path) -> None:
@@ -170,8 +202,9 @@ def _is_whole(path: Path) -> bool:
     return data[-32:] == hashlib.sha256(data[:-32]).digest()
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_SECONDS)
+def _run(*command: str) -> str:
+    options: Any = {"capture_output": True, "text": True, "errors": "replace", "check": True}
+    return subprocess.run(command, timeout=_BUILD_SECONDS, **options).stdout
 
 
 def _processor() -> str:
@@ -195,6 +228,19 @@ def _typed(path: Path) -> ctypes.CDLL:
     return found
 
 
+def _keeps_bits(found: ctypes.CDLL) -> bool:
+    """A trial: rows of a product alone, and in the chunks of any register width."""
+    generator = torch.Generator().manual_seed(0)
+    weight_OK, x_NK = (torch.randn(n, 40, generator=generator, **_FLOATS) for n in (70, 25))
+    for dtype in (torch.float32, torch.bfloat16):
+        product = Panels(dtype, found)
+        product.load(weight_OK)
+        alone_NO = torch.cat([product(x_K[None]) for x_K in x_NK])
+        if any(not torch.equal(product(x_NK[:n]), alone_NO[:n]) for n in (6, 13, 25)):
+            return False
+    return True
+
+
 def runs(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether weights of this dtype on this device are decoded in C."""
     narrow_or_not = dtype in (torch.float32, torch.bfloat16)
@@ -204,8 +250,8 @@ def runs(dtype: torch.dtype, device: torch.device) -> bool:
 class Panels:
     """A weight [O, K] in the order in which it is read, and its bias; replaced in place."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        found = library()
+    def __init__(self, dtype: torch.dtype, found: ctypes.CDLL | None = None) -> None:
+        found = found or library()
         assert found is not None, "library() first"
         self._library, self.dtype, self._width = found, dtype, found.width()
         self.panels_PKW: Tensor | None = None
@@ -222,10 +268,10 @@ class Panels:
         else:
             ordered = weight.to(self.dtype).view(-1, self._width, inputs).transpose(1, 2)
         if self.panels_PKW is None:
-            self.panels_PKW = torch.empty(ordered.shape, dtype=self.dtype)
+            self.panels_PKW = torch.empty(ordered.shape, dtype=self.dtype, device="cpu")
         self.panels_PKW.copy_(ordered)
         if bias_O is not None:
-            bias = F.pad(bias_O.detach().float(), (0, pads))
+            bias = F.pad(bias_O.detach().to("cpu", torch.float32), (0, pads))
             self.bias = bias.clone() if self.bias is None else self.bias.copy_(bias)
         bias_at = self.bias.data_ptr() if self.bias is not None else None
         self.matrix = _Matrix(self.panels_PKW.data_ptr(), bias_at, inputs, num)
@@ -234,7 +280,7 @@ class Panels:
         """[.., K] to fp32 [.., O]."""
         x = x_NK.float().contiguous()
         assert x.shape[-1] == self.matrix.inputs, "a product's inputs"
-        y = torch.empty(*x.shape[:-1], self.matrix.outputs)
+        y = torch.empty(*x.shape[:-1], self.matrix.outputs, **_FLOATS)
         narrow, num = self.dtype == torch.bfloat16, x.numel() // self.matrix.inputs
         self._library.product(
             byref(self.matrix), narrow, torch.get_num_threads(), num, x.data_ptr(), y.data_ptr()
@@ -296,10 +342,11 @@ class Decoder:
         size = tokens_BT.shape
         tokens, lengths = tokens_BT.long().contiguous(), lengths_B.long().contiguous()
         parents = None if parents_BT is None else parents_BT.long().contiguous()
-        features, last = (torch.empty(*size, n * self._hidden) for n in (3, 1))
-        scores = torch.empty(*size, self._model.head.outputs) if logits else None
+        features, last = (torch.empty(*size, n * self._hidden, **_FLOATS) for n in (3, 1))
+        scores = torch.empty(*size, self._model.head.outputs, **_FLOATS) if logits else None
         self._model.turn, self._model.threads = turn.data_ptr(), torch.get_num_threads()
         _, slots, _, room, _ = cache_5.shape
+        assert lengths.shape == size[:1] and (parents is None or parents.shape == size)
         assert len(turn) >= room and first_slot + len(lengths) <= slots
         given = _Pass(
             tokens.data_ptr(), lengths.data_ptr(), None if parents is None else parents.data_ptr(),
@@ -361,12 +408,13 @@ class DraftTrees:
         and sines. rows: of each row its root, noise key, length and number of new pairs; a row that
         has none gets pads.
         """
-        given = [x.contiguous() for x in (*rows, temperatures_B, stop_ids)]
+        given = [x.contiguous() for x in (*rows, temperatures_B.float(), stop_ids)]
         held = [buffers[name] for name in ("tokens", "features", "keys", "values")]
         num_rows, room = len(temperatures_B), held[0].shape[1]
-        assert all(len(x) == num_rows for x in given[:-1]) and len(turns[0]) >= room
+        assert all(x.shape == (num_rows,) for x in given[:-1]) and len(turns[0]) >= room
+        assert all(len(x) >= num_rows and x.shape[1] == room for x in held)
         nodes = depth if width == 1 else min(nodes, width + (depth - 1) * width * width)
-        drafts, parents = (torch.empty(num_rows, 1 + nodes, dtype=torch.int64) for _ in range(2))
+        drafts, parents = (torch.empty(num_rows, 1 + nodes, **_INTS) for _ in range(2))
         self._model.cos, self._model.sin = (x.data_ptr() for x in turns)
         self._model.threads = torch.get_num_threads()
         asked = _Proposal(
@@ -399,7 +447,10 @@ def _misplaced(
             return f"row {row} needs {needs} cache positions, only {room} are reserved"
         if highest >= vocab:
             return f"row {row}: token {highest} is outside of the vocabulary of {vocab}"
-        for node, parent in enumerate([] if parents_BT is None else parents_BT[row].tolist()):
+        tokens, chain = tokens_BT[row].tolist(), range(-1, num_nodes - 1)
+        for node, parent in enumerate(chain if parents_BT is None else parents_BT[row].tolist()):
             if parent >= node:
                 return f"row {row}: node {node} must come after its parent, {parent}"
+            if parent > 0 and tokens[parent] < 0 <= tokens[node]:
+                return f"row {row}: node {node} stands behind a pad, {parent}"
     raise AssertionError("nothing is wrong")

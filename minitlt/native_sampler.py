@@ -95,9 +95,9 @@ def verify(
     assert thresholds is None or thresholds.shape == size, "a threshold per node"
     assert len(keys) == len(positions) == len(temperatures) == num_rows, "one of each per row"
     assert limits is None or len(limits) == num_rows, "a limit per row"
-    emitted, nodes = (torch.empty(size, dtype=torch.int64) for _ in range(2))
-    num_emit, num_nan = (torch.empty(num_rows, dtype=torch.int64) for _ in range(2))
-    logprobs = torch.empty(size, dtype=torch.float32)
+    emitted, nodes = (torch.empty(size, dtype=torch.int64, device="cpu") for _ in range(2))
+    num_emit, num_nan = (torch.empty(num_rows, dtype=torch.int64, device="cpu") for _ in range(2))
+    logprobs = torch.empty(size, dtype=torch.float32, device="cpu")
     entropies = torch.empty_like(logprobs) if entropy else None
     given = _Trees(
         _at(logits), _at(others), _at(thresholds), _at(temperatures), _at(keys), _at(positions),
@@ -125,9 +125,10 @@ def topk(
     num_rows, vocab = logits.shape
     assert len(keys) == len(positions) == len(temperatures) == num_rows, "one of each per row"
     assert ids is None or len(ids) == vocab, "an id per logit"
-    index = torch.empty(num_rows, k, dtype=torch.int64)
+    index = torch.empty(num_rows, k, dtype=torch.int64, device="cpu")
     tokens = index if ids is None else torch.empty_like(index)
-    scores, logprobs = (torch.empty(num_rows, k, dtype=torch.float32) for _ in range(2))
+    scores = torch.empty(num_rows, k, dtype=torch.float32, device="cpu")
+    logprobs = torch.empty_like(scores)
     given = _Proposals(
         _at(logits), _at(temperatures), _at(keys), _at(positions), _at(ids),
         None if ids is None else _at(tokens), _at(index), _at(scores), _at(logprobs),

@@ -34,6 +34,7 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from trl import GRPOTrainer
 
+from minitlt import native
 from minitlt.common import suggest
 from minitlt.config import ConfigError, RolloutConfig
 from minitlt.distill import DrafterTrainer, ReplayBuffer
@@ -498,6 +499,8 @@ def build_speculation(
                           "the size of a step follows the clock")  # fmt: skip
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     trains_in = torch.bfloat16 if mixed == "bf16" else trains_in
+    if world_size > 1 and device.type == "cpu":
+        native.agree(rank)
     dtype = decoding_dtype(rollout.dtype, trains_in, device)
     target = make_target(
         base, dtype=dtype, device=device, backend=rollout.backend, weights=full_parameters(model)

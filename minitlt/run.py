@@ -359,6 +359,11 @@ def _write_run_event(log: EventLog, prepared: Prepared, trainer: MiniTLTTrainer)
     names = ("minitlt", "torch", "transformers", "trl", "accelerate", "triton", "safetensors")
     versions = {name: version for name in names if (version := version_of(name))}
     target = trainer.speculation.engine.target
+    runs = [event["target"] for event in read_events(log.path) if event["event"] == "run"]
+    if runs and (before := runs[-1].get("decoder", target.decoder)) != target.decoder:
+        _log.warning("this run's tokens came from %r, and now come from %r, which rounds in "
+                       "another way: they may differ from an uninterrupted run's",
+                       before, target.decoder)  # fmt: skip
     log.write(
         "run",
         config={"nproc": prepared.config.nproc, **prepared.config.trl, **resolved(prepared.args)}
@@ -371,6 +376,7 @@ def _write_run_event(log: EventLog, prepared: Prepared, trainer: MiniTLTTrainer)
             "layers": target.shape.num_layers,
             "backend": target.backend,
             "dtype": str(target.dtype).removeprefix("torch."),
+            "decoder": target.decoder,
         },
         machine={"cpus": os.cpu_count(), "device": str(trainer.accelerator.device)},
     )

@@ -299,10 +299,13 @@ class RolloutEngine:
             processed = process_logits(logits_BTV, draft, params, seen, emitted)
         if params.truncates:
             scores_BTV = logits_BTV if processed is None else processed
-            heat_N = self.rows.temperatures_B.repeat_interleave(scores_BTV.shape[1])
+            fed_BT = draft.tokens_BT >= 0  # pads' logits are rubbish, and slow to look through
+            fed_BT[:, 0] = True
+            heat_N = self.rows.temperatures_B.repeat_interleave(fed_BT.sum(1))
             filters = params.top_k, params.top_p, params.min_p
-            thresholds = sampling_thresholds(scores_BTV.flatten(0, 1), heat_N, *filters)
-            thresholds = thresholds.view(scores_BTV.shape[:2])
+            found_N = sampling_thresholds(scores_BTV[fed_BT], heat_N, *filters)
+            thresholds = found_N.new_full(fed_BT.shape, -torch.inf)
+            thresholds[fed_BT] = found_N
         return processed, thresholds
 
     def _verify(self, logits_BTV: Tensor, draft: Draft) -> Verified:

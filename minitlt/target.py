@@ -59,6 +59,7 @@ class Target:
     """What the engine needs of a target; forward, logits, refresh and the two weights differ."""
 
     backend: str
+    decoder = "torch"  # who computes; others round in other ways
     splits_head = False  # whether `logits` gives what `forward` would, to the bit
     embed_weight: Tensor
     head_weight: Tensor
@@ -86,10 +87,11 @@ class Target:
     ) -> tuple[Tensor | None, Taps]:
         """One pass over B small trees behind B cursors.
 
-        tokens_BT: int64, node 0 is the root, pads may be anything (negative ids read row 0).
+        tokens_BT: int64, node 0 is the root; nothing stands behind a pad, whose id is below 0.
         lengths_B: committed tokens per row; node n is written at position lengths + n.
         parents_BT: as in `Draft`, or None for a chain.
-        Returns logits_BTV (fp32 on a CPU, else as computed), or None, and the taps of all nodes.
+        Returns logits_BTV (fp32 on a CPU, else as computed), or None, and the taps of all nodes;
+        what stands at the places of pads is rubbish, natively whatever was in memory.
         A captured forward's taps hold until the next one.
         Raises ValueError when a row would leave the reserved cache.
         """
@@ -195,6 +197,8 @@ class LlamaTarget(Target):
         with torch.device("meta"):  # adapters may have been put into `model` itself
             self._names = {name for name, _ in type(model)(config).named_parameters()}
         self.head = Linear(dtype, device)
+        if self.head.packs:
+            self.decoder = f"native, {native.lanes()} lanes" if self.native else "packed"
         self._parts = {"qkv": _QKV, "out": ("self_attn.o_proj",), "down": ("mlp.down_proj",)}
         self._parts |= _GATE_AND_UP if self.head.fuses or self.native else _GATE_UP
         num = self.shape.num_layers
@@ -613,6 +617,6 @@ def make_target(
         raise ValueError(f"{config.model_type} has no fused path; use backend 'module'")
     chosen = LlamaTarget if backend != "module" and fused else ModuleTarget
     target = chosen(model, dtype=dtype, device=device, weights=weights)
-    by = ", by native code" if isinstance(target, LlamaTarget) and target.native else ""
-    logger.info("target: %s runs %s, in %s%s", config.model_type, chosen.backend, dtype, by)
+    how = chosen.backend, dtype, target.decoder
+    logger.info("target: %s runs %s, in %s (%s)", config.model_type, *how)
     return target

@@ -69,7 +69,13 @@ def write_fake_run(
         },
         versions={"minitlt": "0.1.0", "torch": "2.13.0", "trl": "1.16.0"},
         world_size=ranks,
-        target={"name": "SmolLM2-135M", "layers": 30, "backend": "shared", "dtype": "float32"},
+        target={
+            "name": "SmolLM2-135M",
+            "layers": 30,
+            "backend": "fused",
+            "dtype": "float32",
+            "decoder": "packed",
+        },
         machine={"cpus": 2, "device": "cpu"},
     )
     logs[0].write("note", message="hidden states are taken after layers 2, 15 and 27")

@@ -431,3 +431,23 @@ def test_proposals_in_c_are_the_definitions(data):
                                  max_size=len(lengths) + 1))  # fmt: skip
             for world in (in_c, plain):
                 world.emit(nums)
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.status())
+def test_a_proposal_in_c_heeds_no_default_device_and_no_other_shape(monkeypatch):
+    world = World(make_drafter(0, torch.float32, 0, True), [9, 4], config=DrafterConfig())
+    trees, given = world.proposer.model.native_trees(), []
+    monkeypatch.setattr(world.proposer.model, "native_trees", lambda: remember)
+
+    def remember(*args):
+        given.append(args)
+        return trees(*args)
+
+    draft = world.propose(3, 2, nodes=4)
+    with torch.device("meta"):
+        tokens, parents = trees(*given[0])
+    assert torch.equal(tokens, draft.tokens_BT) and torch.equal(parents, draft.parents_BT)
+    buffers, turns, rows, *rest = given[0]
+    for i in range(len(rows)):
+        with pytest.raises(AssertionError):
+            trees(buffers, turns, [*rows[:i], rows[i][:, None], *rows[i + 1 :]], *rest)

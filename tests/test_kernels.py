@@ -466,6 +466,20 @@ def test_thresholds_keep_what_transformers_keeps(top_k, top_p, min_p, temperatur
     assert K.sampling_thresholds(logits, temps * 0, top_k, top_p, min_p).eq(-torch.inf).all()
 
 
+def test_a_rows_threshold_is_the_same_alone_and_for_any_number_of_threads():
+    """A lone row of more than 32,768 logits is one that torch sums by parts."""
+    logits = torch.randn(240, 49_152, generator=torch.Generator().manual_seed(1)) * 2
+    temps, before = torch.ones(240), torch.get_num_threads()
+    found = []
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for num in (1, 5):
+            parts = zip(logits.split(num), temps.split(num), strict=True)
+            found.append(torch.cat([K.sampling_thresholds(*part, top_p=0.9) for part in parts]))
+    torch.set_num_threads(before)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
 @pytest.mark.usefixtures("way")
 def test_thresholds_only_mask_the_sample():
     batch = hard_batch(1000)

@@ -11,12 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import KINDS, random_prompts, tiny_model
+from ranks import own_worker, two_ranks
+from transformers import AutoModelForCausalLM
 
-from minitlt import doctor, native
+from minitlt import doctor, native, native_sampler
+from minitlt.config import RolloutConfig
+from minitlt.eagle3 import DrafterConfig
+from minitlt.rl import build_speculation
 from minitlt.spec import RolloutEngine, SamplingParams
+from minitlt.spot import SpotConfig
 from minitlt.target import full_state, make_target
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -86,6 +93,12 @@ def test_a_rows_product_has_the_same_bits_in_any_company(sizes, dtype, threads):
         threads(num_threads)
         for num in range(1, 41):
             assert torch.equal(product(x[:num]), want[:num]), (num_threads, num)
+
+
+@DTYPES
+def test_no_rows_give_no_rows(dtype):
+    product, _, _ = panels(97, 37, dtype, bias=True)
+    assert product(rows(0, 37)).shape == (0, 97)
 
 
 @DTYPES
@@ -280,12 +293,59 @@ def test_what_has_no_place_is_named(tokens, lengths, parents, message):
     assert torch.equal(target.cache.whole, before)
 
 
+@pytest.mark.parametrize("parents", [None, [[-1, 0, 1, 2], [-1, 0, 0, 1]]])
+def test_nothing_stands_behind_a_pad(parents):
+    """Which has no keys. Pads may stand behind one, and beside drafts."""
+    target, lengths = target_of("llama"), torch.tensor([4, 4])
+    message = f"row 1: node {3 if parents else 2} stands behind a pad, 1"
+    parents = parents and torch.tensor(parents)
+    target.forward(torch.tensor([[2, 3, -1, -1], [-1, 3, 4, 5]]), lengths, parents)
+    with pytest.raises(ValueError, match=message):
+        target.forward(torch.tensor([[2, 3, 4, 5], [2, -1, 4, 5]]), lengths, parents)
+
+
+def test_a_pass_is_of_one_shape():
+    target, tokens = target_of("llama"), torch.tensor([[5, 6, 7], [5, 6, 7]])
+    tree = [-1, 0, 0]
+    for lengths, parents in [([4], [tree] * 2), ([4, 4], [tree]), ([4, 4], [[-1, 0]] * 2)]:
+        with pytest.raises(AssertionError):
+            target.forward(tokens, torch.tensor(lengths), torch.tensor(parents))
+
+
 def test_numbers_of_other_types_are_read_as_what_they_are():
     target, tokens, lengths = target_of("llama"), torch.tensor([[5, 6, 7]]), torch.tensor([4])
     parents = torch.tensor([[-1, 0, 0]])
     want, _ = target.forward(tokens, lengths, parents)
     got, _ = target.forward(tokens.int(), lengths.int(), parents.int())
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("name", "value"), [("dtype", torch.float64), ("device", "meta")])
+def test_torchs_defaults_change_nothing(name, value):
+    """C writes fp32 and int64 into memory of the host."""
+    weight, x = torch.randn(97, 37), torch.randn(2, 3, 97)
+    key, at, heat = torch.tensor([1, 2]), torch.tensor([3, 4]), torch.ones(2)
+    tokens, parents = torch.tensor([[5, 6, 7]] * 2), torch.tensor([[-1, 0, 1]] * 2)
+    target, rows_NK, lengths = target_of("llama"), rows(3, 37), torch.tensor([0, 0])
+
+    def results():
+        product = native.Panels(torch.float32)
+        product.load(weight, weight[:, 0])
+        yield product(rows_NK)
+        logits, taps = target.forward(tokens, lengths, parents)
+        yield from (logits, taps.features_BNF, taps.hidden_BNH)
+        drawn = x, key, at, heat, tokens, parents, None, None, None, [5], True
+        yield from native_sampler.verify(*drawn)
+        yield from native_sampler.topk(x[:, 0], key, at, heat, 2, None)
+
+    want, default = list(results()), getattr(torch, f"set_default_{name}")
+    default(value)
+    try:
+        got = list(results())
+    finally:
+        default(torch.float32 if name == "dtype" else None)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
 
 
 # How it is built.
@@ -361,6 +421,108 @@ def test_without_a_place_to_keep_it_it_is_built_for_this_process(tmp_path, monke
 
 
 @pytest.fixture
+def copied(monkeypatch):
+    """Built in no time: as this process has it. The paths it was built at."""
+    paths = []
+
+    def build(compiler, path):
+        assert path.parent.is_dir()
+        shutil.copy(native.library()._name, path)
+        paths.append(path)
+
+    monkeypatch.setattr(native, "_build", build)
+    return paths
+
+
+def test_a_folder_that_nothing_can_be_run_from_is_done_without(folder, copied, monkeypatch):
+    real = native._typed
+
+    def typed(path):
+        if path.parent == folder:
+            raise OSError("failed to map segment from shared object")
+        return real(path)
+
+    monkeypatch.setattr(native, "_typed", typed)
+    for num in (2, 4):  # the second time it is there, and cannot be loaded again
+        assert works(find()[0]) and len(copied) == num and copied[-1].parent != folder
+
+
+def test_without_a_home_it_is_built_for_this_process(copied, monkeypatch):
+    def homeless(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("MINITLT_CACHE", raising=False)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert works(find()[0]) and len(copied) == 1
+
+
+def test_without_any_place_to_write_it_is_done_without(tmp_path, monkeypatch):
+    def no_place(*args, **kwargs):
+        raise FileNotFoundError("No usable temporary directory found")
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MINITLT_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", no_place)
+    library, status = find()
+    assert library is None and "No usable temporary directory found" in status
+
+
+def test_without_its_sources_it_is_done_without(folder, monkeypatch):
+    monkeypatch.setattr(native, "SOURCES", [])
+    library, status = find()
+    assert library is None and "no C sources" in status and not folder.exists()
+
+
+def test_another_version_of_the_compiler_builds_it_anew(folder, copied, monkeypatch):
+    for version in ("cc 14.2", "cc 14.2", "cc 15.1"):
+        monkeypatch.setattr(native, "_run", lambda *command, version=version: version)
+        assert works(find()[0])
+    assert len(set(copied)) == len(copied) == 2
+
+
+def test_a_library_whose_products_depend_on_company_is_not_used(
+    folder, copied, monkeypatch, caplog
+):
+    real = native.Panels.__call__
+    for few in (2, 7, 14):
+
+        def moody(product, x_NK, few=few):
+            return real(product, x_NK) + 1e-6 * (len(x_NK) < few)
+
+        monkeypatch.setattr(native.Panels, "__call__", moody)
+        library, status = find()
+        assert library is None and "beside others" in status and status in caplog.text
+
+
+def build_on_a_rank(folder, model_dir, without):
+    rank = int(os.environ["RANK"])
+    os.environ |= {"MINITLT_CACHE": str(folder)}
+    if rank == without:
+        os.environ["MINITLT_NATIVE"] = "0"
+    dist.init_process_group("gloo")
+    build, model = native._build, AutoModelForCausalLM.from_pretrained(model_dir)
+
+    def builds(*args):
+        (folder / f"built by rank {rank}").touch()
+        build(*args)
+
+    native._build = builds
+    cpu = {"device": torch.device("cpu"), "rank": rank, "world_size": 2}
+    parts = build_speculation(model, RolloutConfig(), DrafterConfig(), SpotConfig(), **cpu)
+    want = "packed" if without is not None else f"native, {native.lanes()} lanes"
+    assert parts.engine.target.decoder == want and (native.library() is None) == (want == "packed")
+    parts.spot.close()
+    dist.destroy_process_group()
+
+
+@own_worker
+@pytest.mark.parametrize("without", [None, 1])
+def test_ranks_decode_alike_and_one_builds(without, tmp_path, model_dir):
+    two_ranks(build_on_a_rank, tmp_path, model_dir, without, timeout=120)
+    assert [path.name for path in tmp_path.glob("built*")] == ["built by rank 0"]
+
+
+@pytest.fixture
 def anew(monkeypatch):
     """As in a process that has not looked for it yet."""
     monkeypatch.setattr(native, "_find", functools.cache(find))
@@ -374,12 +536,10 @@ def finding():
     return state, text
 
 
-def test_the_doctor_names_the_compiler(anew):
+def test_the_doctor_names_the_compiler_and_the_switches(anew):
     state, text = finding()
-    assert (
-        state == doctor.OK
-        and text == f"built by {native.shutil.which(os.environ.get('CC') or 'cc')}"
-    )
+    assert state == doctor.OK and "CC" in text and "MINITLT_NATIVE=0" in text
+    assert text.startswith(f"built by {shutil.which(os.environ.get('CC') or 'cc')}, ")
 
 
 def test_a_compiler_that_fails_is_said_once_and_done_without(anew, caplog):

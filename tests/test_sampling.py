@@ -1,6 +1,7 @@
 """Every sampling option: the law of transformers' processors, and the ends of rows by text."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from laws import OPTIONS, assert_follows, joint_law, many_keys, named, processor
 from models import tiny_model
 
 from drafters import SCRIPTS, ScriptedDrafter, oracle
+from minitlt import spec
+from minitlt.draft import Draft
 from minitlt.kernels import row_key
 from minitlt.spec import Arm, Bandit, RolloutEngine, SamplingParams
 from minitlt.target import make_target
@@ -29,6 +32,23 @@ def test_plain_decoding_follows_the_law_of_transformers_processors(options):
     engine, num = RolloutEngine(small()[1], max_rows=1000), 4000
     done = engine.generate([PROMPT] * num, params, many_keys(num)).completion_ids
     assert_follows(done, law)
+
+
+def test_thresholds_are_of_what_is_fed(monkeypatch):
+    """Root and drafts: pads' logits may be anything."""
+    engine, given, real = RolloutEngine(small()[1]), [], spec.sampling_thresholds
+    engine.params = SamplingParams(top_k=3, top_p=0.9)
+    engine.rows = SimpleNamespace(temperatures_B=torch.tensor([0.5, 1.5]))
+    monkeypatch.setattr(
+        spec, "sampling_thresholds", lambda x, *rest: given.append(len(x)) or real(x, *rest)
+    )
+    draft = Draft(torch.tensor([[-1, 4, -1], [2, 3, 5]]), torch.tensor([[-1, 0, -1], [-1, 0, 1]]))
+    logits = torch.randn(2, 3, V)
+    want = real(logits.flatten(0, 1), torch.tensor([0.5, 1.5]).repeat_interleave(3), 3, 0.9)
+    logits[0, 2] = torch.nan
+    _, thresholds = engine._law(logits, draft)
+    want[2] = -torch.inf
+    assert given == [5] and torch.equal(thresholds.flatten(), want)
 
 
 def test_temperatures_belong_to_rows():

@@ -21,7 +21,7 @@ from tiny import save_tiny_model
 from torch import nn
 from typer.testing import CliRunner
 
-from minitlt import launch, run, stop
+from minitlt import launch, native, run, stop
 from minitlt.cli import app
 from minitlt.config import ConfigError
 from minitlt.events import read_events
@@ -150,6 +150,19 @@ def test_a_policy_that_diverged_is_not_saved_and_the_run_goes_on_from_before(
     assert train(folder, "--resume", folder).exit_code == 0
     assert steps_of(folder) == [1, 2, 3]
     assert all(tensor.isfinite().all() for tensor in policy(folder).values())
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.status())
+def test_a_resume_that_decodes_in_another_way_says_so(train, tmp_path, monkeypatch, caplog):
+    folder, native_way = tmp_path / "run", f"native, {native.lanes()} lanes"
+    assert train(folder, max_steps=1).exit_code == 0
+    assert train(folder, "--resume", folder, "--max_steps", "2").exit_code == 0
+    assert "tokens came from" not in caplog.text
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert train(folder, "--resume", folder, "--max_steps", "3").exit_code == 0
+    assert f"tokens came from '{native_way}', and now come from 'packed'" in caplog.text
+    runs = [e for e in read_events(folder / "events.jsonl") if e["event"] == "run"]
+    assert [e["target"]["decoder"] for e in runs] == [native_way, native_way, "packed"]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -9,7 +9,7 @@ from transformers import NanoChatConfig, NanoChatForCausalLM
 
 from minitlt import native, slots
 from minitlt.draft import default_taps
-from minitlt.linear import Linear, Residual, decoding_dtype, fewest_rows, norm_factor
+from minitlt.linear import Linear, Residual, decoding_dtype, fewest_rows, norm_factor, put
 from minitlt.slots import SlotCache, TargetShape
 from minitlt.target import (
     LlamaTarget,
@@ -288,12 +288,13 @@ def test_slot_cache_states_its_size():
 
 
 def test_backends_are_chosen_by_what_is_exact(caplog, way):
+    decoder = f"native, {native.lanes()} lanes" if way == "native" else "packed"
     with caplog.at_level(logging.INFO, logger="minitlt.target"):
         assert isinstance(make_target(tiny_model("qwen3")), LlamaTarget)
         assert isinstance(make_target(tiny_model(hidden_act="gelu")), ModuleTarget)
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.INFO] == [
-        "target: qwen3 runs fused, in torch.float32" + ", by native code" * (way == "native"),
-        "target: llama runs module, in torch.float32",
+        f"target: qwen3 runs fused, in torch.float32 ({decoder})",
+        "target: llama runs module, in torch.float32 (torch)",
     ]
 
 
@@ -386,6 +387,20 @@ def test_a_processor_whose_products_need_more_than_four_rows_is_named(few, caplo
     assert [r.levelname for r in caplog.records] == ["WARNING"] * (few > 4)
     caplog.clear()
     assert fewest_rows(Moody(few, torch.bfloat16)) == (4 if few else 1) and not caplog.records
+
+
+def test_weights_are_kept_in_the_order_that_c_reads():
+    weight = torch.arange(6.0).view(2, 3).T
+    kept = put(None, weight)
+    assert kept.is_contiguous() and torch.equal(kept, weight)
+
+
+def test_no_rows_need_no_company(monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+    linear = Linear(torch.float32, torch.device("cpu"))
+    linear.load(torch.eye(8))
+    linear.fewest = 4
+    assert linear(torch.zeros(0, 8)).shape == (0, 8)
 
 
 def test_attention_that_depends_on_company_is_noticed_and_named(monkeypatch, caplog):

@@ -4,11 +4,11 @@ What it is. Decoding reads all weights for a handful of tokens, so a step takes 
 takes, if nothing else gets in its way: one call per forward instead of four hundred small operations,
 weights in the order in which they are read, and the next panel on its way while this one is multiplied.
 
-Why no bit depends on company. Every output of a product is one chain of fused multiply-adds over the
-inputs in ascending order, whatever other rows, threads or vector widths there are. A query attends to
-what it sees as to one sequence: the committed context, then its own ancestors; so a node of a tree
-does the sums of plain decoding, in their order. Weights may be narrow (bf16): they are widened on the
-way into the registers, and all arithmetic is fp32.
+Why no bit depends on company. Every output of a product is one chain of multiply-adds (fused where the
+processor has them) over the inputs in ascending order, whatever other rows, threads or vector widths
+there are. A query attends to what it sees as to one sequence: the committed context, then its own
+ancestors; so a node of a tree does the sums of plain decoding, in their order. Weights may be narrow
+(bf16): they are widened on the way into the registers, and all arithmetic is fp32.
 
 Left out: other than fp32 arithmetic, int8 weights, attention in blocks of queries (a prompt's keys are
 read from the second cache once per query, an eighth of the time of its products).
@@ -109,8 +109,10 @@ static void attend_all(const Model *m, const Pass *p, const Fed *fed, int64_t nu
 static int check(const Model *m, const Pass *p)
 {
     for (int64_t i = 0; i < p->rows * p->nodes; i++) {
+        int64_t node = i % p->nodes, parent = p->parents ? p->parents[i] : node - 1;
         if (p->tokens[i] >= m->vocab) return 2;
-        if (p->parents && p->parents[i] >= i % p->nodes) return 3;
+        if (parent >= node) return 3;
+        if (parent > 0 && p->tokens[i] >= 0 && p->tokens[i - node + parent] < 0) return 5; /* a pad has no keys */
         if (p->lengths[i / p->nodes] < 0 || p->lengths[i / p->nodes] + p->nodes > p->room) return 4;
     }
     return 0;

@@ -58,6 +58,7 @@ static void write_back(const vec *sums, float *y, enum how how, int64_t columns)
 static void multiply_panel(const Matrix *m, int64_t p, int narrow, int64_t n, const float *x, float *y,
                            const int64_t *to, enum how how)
 {
+    if (n < 1) return;
     int64_t bytes = m->inputs * WIDTH * (narrow ? 2 : 4), chunks = (n + ROWS - 1) / ROWS;
     int64_t stride = bytes / m->inputs / chunks, columns = m->outputs - p * WIDTH, at = 0;
     const char *panel = m->panels + p * bytes, *ahead = panel + bytes;
