@@ -454,7 +454,8 @@ class StateCallback(TrainerCallback):
 
     def _complete(self, folder: Path, kept: set[str]) -> None:
         seal(folder)
-        for path in checkpoints(folder.parent):
+        found = checkpoints(folder.parent)
+        for path in found[found.index(folder) :]:  # a newer one may be in the writing
             if len(kept) < (self.limit or len(kept) + 1) and is_whole(path):
                 kept.add(str(path))
             elif str(path) not in kept:

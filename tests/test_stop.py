@@ -269,6 +269,19 @@ def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step():
         callback.on_step_end()
 
 
+def test_the_next_checkpoint_is_not_taken_for_a_torn_one(tmp_path):
+    """Its step is over before the thread has made the last one whole."""
+    callback = run.StateCallback(SimpleNamespace(args=SimpleNamespace(save_total_limit=2)))
+    folders = [tmp_path / f"checkpoint-{step}" for step in (1, 2, 3, 4, 5)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "file").write_text("x")
+    run.seal(folders[0]), run.seal(folders[2])
+    callback._complete(folders[3], {str(folders[3])})
+    assert [folder.exists() for folder in folders] == [False, False, True, True, True]
+    assert run.is_whole(folders[3])
+
+
 def test_the_claim_on_the_folder_is_not_left_to_programs_that_a_rank_starts(train, monkeypatch):
     reader, writer = os.pipe()
     os.set_inheritable(reader, True)
