@@ -274,7 +274,7 @@ def test_the_next_checkpoint_is_not_taken_for_a_torn_one(tmp_path):
     callback = run.StateCallback(SimpleNamespace(args=SimpleNamespace(save_total_limit=2)))
     folders = [tmp_path / f"checkpoint-{step}" for step in (1, 2, 3, 4, 5)]
     for folder in folders:
-        folder.mkdir()
+        (folder / "minitlt").mkdir(parents=True)
         (folder / "file").write_text("x")
     run.seal(folders[0]), run.seal(folders[2])
     callback._complete(folders[3], {str(folders[3])})
