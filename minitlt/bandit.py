@@ -93,14 +93,14 @@ class Bandit:
     buckets saw of it counts as `PRIOR_ROWS` row-steps; but it changes along a text (copies of the
     prompt stand at its beginning), so no more than `WINDOW_ROWS` row-steps are remembered. An arm
     is tried for `tries` row-steps in a bucket before it is judged there, unless it cannot win, not
-    even if all its drafts stood: more rows or more nodes never take less time, and by the node
-    never less than smaller drafts did. That bound is the break-even prior which keeps exploration
-    cheap. Four row-steps may all be unlucky (with a draft that is right half of the
-    time, one series in 16), so an arm is judged by what its accept length may be: what was seen,
-    and HOPE / sqrt(row-steps) more. A rollout's texts are alike, hard or easy, so at the next one's
-    `begin` row-steps count half. Hope explores where it may pay, so epsilon is 0 unless asked for:
-    a random arm with 32 rows costs three plain steps. When a drafter changes, `renew` makes its
-    arms prove themselves again, so that yesterday's acceptance does not bind. How the constants
+    even if all its drafts stood: more rows, nodes or levels never take less time, and what smaller
+    drafts cost more than `off` grows with them at least. That bound is the break-even prior which
+    keeps exploration cheap. Four row-steps may all be unlucky (with a draft that is right half of
+    the time, one series in 16), so an arm is judged by what its accept length may be: what was
+    seen, and HOPE / sqrt(row-steps) more. A rollout's texts are alike, hard or easy, so at the next
+    one's `begin` row-steps count half. Hope explores where it may pay, so epsilon is 0 unless asked
+    for: a random arm with 32 rows costs three plain steps. When a drafter changes, `renew` makes
+    its arms prove themselves again, so that yesterday's acceptance does not bind. How the constants
     were chosen: LOG.md.
     """
 

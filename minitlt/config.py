@@ -82,7 +82,7 @@ class RolloutConfig:
                 raise ConfigError(f"rollout.{name}: {value!r} is not one of {', '.join(allowed)}")
         if not 0 <= self.epsilon <= 1:
             raise ConfigError(f"rollout.epsilon: {self.epsilon} is not between 0 and 1")
-        least_of = {"window": 1, "prefill_chunk": 1, "check_every": 0, "max_rows": 0, "cache_gb": 0,
+        least_of = {"window": 4, "prefill_chunk": 1, "check_every": 0, "max_rows": 0, "cache_gb": 0,
                     "sample_rows": 0}  # fmt: skip
         for name, least in least_of.items():
             if not least <= getattr(self, name) < float("inf"):

@@ -456,7 +456,7 @@ class Eagle3Drafter(nn.Module):
         embed = self._target.embed
         if not panels or None in panels.values() or embed is None or embed.dtype != torch.float32:
             return None
-        key = self._head_key()
+        key = *self._head_key(), embed.data_ptr()
         if self._trees is None or self._trees[0] != key:
             if self.head is None:
                 panels["head"] = head = native.Panels(self._packed_dtype)

@@ -2,7 +2,7 @@
 
 Why C: the small operations of a forward, one by one from Python, take as long as a third of its
 products, and no library's products are both as fast as memory and alike in any company. Without a
-C compiler everything still works, with oneDNN's packed products (`linear.py`), at half the speed.
+C compiler everything still works, with oneDNN's packed products (`linear.py`), at 0.6 of the speed.
 
 The library is kept in the cache folder, under a name that says what it was built from, with which
 flags, and for which processor. Ranks may build it at the same time: each renames a whole file.
@@ -132,7 +132,7 @@ def agree(rank: int) -> None:
         library.cache_clear()
         _find.cache_clear()
         if rank == 0:
-            said = "lanes of the ranks' csrc/: %s; all go on without it, at half the speed"
+            said = "lanes of the ranks' csrc/: %s; all go on without it, at 0.6 of the speed"
             logger.warning(said, lanes_R.tolist())
 
 
@@ -153,7 +153,7 @@ def _find() -> tuple[ctypes.CDLL | None, str]:
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
         text = f"{compiler} cannot build it: {one_line(said)[-300:]}"
-    logger.warning("csrc/: %s; decoding goes on without it, at half the speed", text)
+    logger.warning("csrc/: %s; decoding goes on without it, at 0.6 of the speed", text)
     return None, text
 
 

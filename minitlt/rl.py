@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import shutil
 import time
@@ -52,6 +53,7 @@ from minitlt.spot import INLINE, OFF, Receipt, SpotConfig, SpotTrainer
 from minitlt.target import make_target
 from minitlt.weights import full_parameters, weights_fingerprint
 
+logger = logging.getLogger(__name__)
 _CHECKED_TOKENS = 256  # of a completion, when logprobs are compared
 _EVAL_GENERATION = 1 << 40  # evaluation draws from generations that training never reaches
 _PASSED = {  # generation settings that the engine has, by TRL's name
@@ -512,8 +514,18 @@ def build_speculation(
     buffer = ReplayBuffer(drafter, vocab_size=base.config.vocab_size)
     proposer = Eagle3Proposer(eagle, drafter, buffer=buffer)
     trainer = DrafterTrainer(eagle, buffer, drafter)
+    arms = [Arm.parse(text) for text in rollout.arms]
+    if (
+        device.type == "cpu"
+        and not target.decoder.startswith("native")
+        and any(arm.width > 1 for arm in arms)
+    ):
+        logger.warning(
+            "without native code (minitlt doctor) a tree among rollout.arms may change a token "
+            "where two nearly tie; the law stays"
+        )
     bandit = Bandit(
-        [Arm.parse(text) for text in rollout.arms],
+        arms,
         epsilon=rollout.epsilon,
         window=rollout.window,
         seed=seed,

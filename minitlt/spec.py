@@ -299,13 +299,15 @@ class RolloutEngine:
             processed = process_logits(logits_BTV, draft, params, seen, emitted)
         if params.truncates:
             scores_BTV = logits_BTV if processed is None else processed
+            heat_BT = self.rows.temperatures_B[:, None].expand(scores_BTV.shape[:2])
+            filters = params.top_k, params.top_p, params.min_p
+            if scores_BTV.is_cuda:  # pads are computed there, and to count them is to wait for it
+                found_N = sampling_thresholds(scores_BTV.flatten(0, 1), heat_BT.flatten(), *filters)
+                return processed, found_N.view(heat_BT.shape)
             fed_BT = draft.tokens_BT >= 0  # pads' logits are rubbish, and slow to look through
             fed_BT[:, 0] = True
-            heat_N = self.rows.temperatures_B.repeat_interleave(fed_BT.sum(1))
-            filters = params.top_k, params.top_p, params.min_p
-            found_N = sampling_thresholds(scores_BTV[fed_BT], heat_N, *filters)
-            thresholds = found_N.new_full(fed_BT.shape, -torch.inf)
-            thresholds[fed_BT] = found_N
+            thresholds = heat_BT.new_full(heat_BT.shape, -torch.inf)
+            thresholds[fed_BT] = sampling_thresholds(scores_BTV[fed_BT], heat_BT[fed_BT], *filters)
         return processed, thresholds
 
     def _verify(self, logits_BTV: Tensor, draft: Draft) -> Verified:

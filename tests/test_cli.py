@@ -302,6 +302,7 @@ def test_blocks_are_typed():
     for bad, message in [
         ({"window": 2.5}, "a whole number"),
         ({"window": True}, "a whole number"),
+        ({"window": 3}, "at least 4"),  # said before a model is loaded: the bandit needs as many
         ({"epsilon": 2}, "between 0 and 1"),
         ({"arms": 3}, "a list"),
     ]:

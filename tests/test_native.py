@@ -522,6 +522,17 @@ def test_ranks_decode_alike_and_one_builds(without, tmp_path, model_dir):
     assert [path.name for path in tmp_path.glob("built*")] == ["built by rank 0"]
 
 
+@pytest.mark.parametrize("tree", [True, False])
+def test_trees_that_may_change_a_token_are_named(way, tree, model_dir, caplog):
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    rollout = RolloutConfig(arms=["off", "eagle-2", *["eagle-2x2"] * tree])
+    cpu = {"device": torch.device("cpu")}
+    parts = build_speculation(model, rollout, DrafterConfig(), SpotConfig(mode="off"), **cpu)
+    said = [r for r in caplog.records if "a tree among rollout.arms" in r.getMessage()]
+    assert len(said) == (tree and way == "packed")
+    parts.spot.close()
+
+
 @pytest.fixture
 def anew(monkeypatch):
     """As in a process that has not looked for it yet."""

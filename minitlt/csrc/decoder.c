@@ -49,18 +49,10 @@ typedef struct {
     int64_t row, node, depth;
 } Fed;
 
-/* Of node `n` of a row: its depth, and where the way to it from the root stands in the cache. */
-static int64_t path_to(const int64_t *parents, int64_t length, int64_t n, int64_t *path)
+/* Where the way to a node from its root stands in the cache. */
+static void path_to(const int64_t *parents, int64_t length, Fed to, int64_t *path)
 {
-    int64_t depth = 0;
-    if (!parents) {
-        for (; depth < n; depth++) path[depth] = length + depth;
-    } else {
-        for (int64_t up = n; (up = parents[up]) >= 0;) depth++;
-        for (int64_t up = n, at = depth; at > 0; at--) up = parents[up], path[at - 1] = length + up;
-    }
-    path[depth] = length + n;
-    return depth;
+    for (int64_t at = to.depth, node = to.node; at >= 0; at--, node = parents[node]) path[at] = length + node;
 }
 
 /* Turns the query and key heads of every node by its position and writes keys and values to the cache. */
@@ -98,10 +90,11 @@ static void attend_all(const Model *m, const Pass *p, const Fed *fed, int64_t nu
     for (int64_t item = 0; item < items; item++) {
         int64_t i = item / m->heads, h = item % m->heads, row = fed[i].row;
         int64_t lane = (p->first_slot + row) * 2 * m->kv_heads + h / (m->heads / m->kv_heads);
-        const int64_t *parents = p->parents ? p->parents + row * p->nodes : 0;
-        int64_t depth = path_to(parents, p->lengths[row], fed[i].node, path);
         const float *keys = cache + lane * p->room * d, *values = keys + m->kv_heads * p->room * d;
-        attend(qkv + i * ld + h * d, keys, values, d, d, p->lengths[row], path, depth + 1, scores, out + item * d);
+        int64_t length = p->lengths[row], num = fed[i].depth + 1;
+        if (p->parents) path_to(p->parents + row * p->nodes, length, fed[i], path);
+        else length += num, num = 0; /* a chain stands in its own order */
+        attend(qkv + i * ld + h * d, keys, values, d, d, length, path, num, scores, out + item * d);
     }
 }
 

@@ -1,8 +1,7 @@
 /* One level of a draft: the draft model's layer (eagle3.py has its formulas) over new pairs.
 
 Keys and values stand in the row's slot, position by position; a pair sees the first `seen` of them and, if it
-is asked, its own `path`. Here a pair's bits may depend on its company (no token does), but with these parts
-they do not. Names as in decoder.c. */
+is asked, its own `path`. Names as in decoder.c. */
 
 #include <math.h>
 #include <omp.h>
