@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from minitlt.draft import MAX_NODES
 
 OFF = "off"
+SOURCES = ("ngram", "eagle", "merged", "int8")
 
 
 class Arm(NamedTuple):
@@ -47,7 +48,7 @@ class Arm(NamedTuple):
     def parse(cls, text: str) -> Arm:
         """`off`, `ngram-3`, `eagle-4`, `eagle-3x4` (depth 3, width 4), `eagle-4x3b5` (the best 5
         nodes of such a tree), `eagle-4x3b5p40` (those of them that are likely by 40 % or more),
-        `merged-4x2` (a learned tree and a copied chain in one).
+        `merged-4x2` (a learned tree and a copied chain in one), `int8-6` (the policy in 8 bits).
 
         >>> Arm.parse("eagle-4x3b5p40")
         Arm(source='eagle', depth=4, width=3, budget=5, sure=40)
@@ -71,6 +72,8 @@ class Arm(NamedTuple):
             raise ValueError(f"arm {text!r}: its nodes go from the depth to {MAX_NODES - 1}")
         if found[5] and (arm.width < 2 or not sure or source == "ngram"):
             raise ValueError(f"arm {text!r}: pNN, from 01 to 99, is of learned trees (x2 or more)")
+        if source == "int8" and arm.width > 1:
+            raise ValueError(f"arm {text!r}: int8 drafts chains, e.g. int8-{depth}")
         if source == "merged" and arm.width < 2:
             raise ValueError(f"arm {text!r}: a merged tree needs two branches, e.g. {text}x2")
         return arm

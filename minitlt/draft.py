@@ -145,6 +145,22 @@ def chain_parents(num_drafts: int, device: torch.device | str | None = None) -> 
     return torch.arange(-1, num_drafts, device=device)
 
 
+def chain_of(columns: list[Tensor], rows: RowState, drawn_from: list[Tensor]) -> Draft:
+    """A chain per row: the root and its drafts, [B, 1] each, up to a row's first stop id.
+
+    drawn_from: the logits [B, V] of every draft, which the ratio test wants to see.
+    """
+    tokens_BT = torch.cat(columns, 1)
+    parents_BT = chain_parents(len(columns) - 1, tokens_BT.device).repeat(len(tokens_BT), 1)
+    stop_BT = torch.isin(tokens_BT[:, 1:], rows.stop_ids).long()
+    behind_BT = stop_BT.cumsum(1) - stop_BT > 0
+    tokens_BT[:, 1:].masked_fill_(behind_BT, -1)
+    parents_BT[:, 1:].masked_fill_(behind_BT, -1)
+    return Draft(
+        tokens_BT, parents_BT, None if rows.coupled else torch.stack(drawn_from, 1).float()
+    )
+
+
 def depths(parents_BT: Tensor) -> Tensor:
     """Distance of every node from its root, [.., T] int64. Roots and pads have depth 0.
 

@@ -42,7 +42,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitlt.draft import Draft, Drafter, RowState, Taps, chain_parents
+from minitlt.draft import Draft, Drafter, RowState, Taps, chain_of
 from minitlt.eagle3 import DrafterConfig, Eagle3Drafter
 from minitlt.kernels import gumbel_topk
 
@@ -307,21 +307,13 @@ class Eagle3Proposer(Drafter):
             tokens_B1 = gumbel_topk(logits_BV, *noise, 1, self._ids_V).tokens_Nk
             columns.append(tokens_B1)
             drawn_from.append(logits_BV)
-        tokens_BT = torch.cat(columns, 1)
-        parents_BT = chain_parents(depth, self.device).repeat(len(tokens_BT), 1)
-        stop_BT = torch.isin(tokens_BT[:, 1:], rows.stop_ids).long()
-        behind_BT = stop_BT.cumsum(1) - stop_BT > 0
-        tokens_BT[:, 1:].masked_fill_(behind_BT, -1)
-        parents_BT[:, 1:].masked_fill_(behind_BT, -1)
-        if rows.coupled:
-            return Draft(tokens_BT, parents_BT)
-        logits_BKV = torch.stack(drawn_from, 1).float()
-        if self._ids_V is not None:
-            vocab = self.model.config.vocab_size
-            whole = logits_BKV.new_full((*logits_BKV.shape[:2], vocab), -torch.inf)
-            whole[:, :, self._ids_V] = logits_BKV
-            logits_BKV = whole
-        return Draft(tokens_BT, parents_BT, logits_BKV)
+        draft = chain_of(columns, rows, drawn_from)
+        if draft.logits_BKV is not None and self._ids_V is not None:
+            size = *draft.logits_BKV.shape[:2], self.model.config.vocab_size
+            whole = draft.logits_BKV.new_full(size, -torch.inf)
+            whole[:, :, self._ids_V] = draft.logits_BKV
+            draft.logits_BKV = whole
+        return draft
 
     @property
     def _ids_V(self) -> Tensor | None:

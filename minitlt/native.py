@@ -42,13 +42,17 @@ SOURCES = sorted(Path(__file__).parent.joinpath("csrc").glob("*.c"))
 # Some compilers reorder sums unless told not to.
 FLAGS = ("-O3", "-march=native", "-fno-fast-math", "-fopenmp", "-fPIC", "-std=gnu11")
 OWN_FLAGS = {"sampler": ("-ffp-contract=off",)}  # the noise is defined in single operations
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as in csrc/layers.h
 _BUILD_SECONDS = 120
 _FLOATS: Any = {"dtype": torch.float32, "device": "cpu"}  # what C writes, whatever torch's defaults
 _INTS: Any = {"dtype": torch.int64, "device": "cpu"}
 
 
 class _Matrix(Structure):
-    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
+    _fields_ = (
+        *((name, c_void_p) for name in ("panels", "bias", "scales")),
+        *((name, c_int64) for name in ("inputs", "outputs", "kind")),
+    )
 
 
 class _Layer(Structure):
@@ -65,7 +69,6 @@ class _Model(Structure):
         *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim")),
         ("taps", c_int64 * 3),
         ("vocab", c_int64),
-        ("narrow", c_int64),
         ("threads", c_int64),
         ("eps", c_float),
     )
@@ -85,7 +88,7 @@ class _Drafter(Structure):
         *((name, c_void_p) for name in ("embed", "norm_in", "norm_h", "norm_post", "norm")),
         *((name, c_void_p) for name in ("cos", "sin")),
         *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "vocab")),
-        *((name, c_int64) for name in ("narrow", "threads")),
+        ("threads", c_int64),
         ("eps", c_float),
     )
 
@@ -222,7 +225,9 @@ def _typed(path: Path) -> ctypes.CDLL:
     found.width.restype = c_int64
     found.width.argtypes = []
     found.product.restype = None
-    found.product.argtypes = [POINTER(_Matrix), c_int64, c_int64, c_int64, c_void_p, c_void_p]
+    found.product.argtypes = [POINTER(_Matrix), c_int64, c_int64, c_void_p, c_void_p]
+    found.to_int8.restype = None
+    found.to_int8.argtypes = [POINTER(_Matrix), c_int64, c_void_p, c_void_p]
     found.forward.argtypes = [POINTER(_Model), POINTER(_Pass)]
     found.propose.argtypes = [POINTER(_Drafter), POINTER(_Proposal)]
     return found
@@ -256,6 +261,7 @@ class Panels:
         self._library, self.dtype, self._width = found, dtype, found.width()
         self.panels_PKW: Tensor | None = None
         self.bias: Tensor | None = None
+        self.scales: Tensor | None = None  # of int8, one per output
         self.matrix = _Matrix()
 
     def load(self, weight_OK: Tensor, bias_O: Tensor | None = None) -> None:
@@ -273,18 +279,33 @@ class Panels:
         if bias_O is not None:
             bias = F.pad(bias_O.detach().to("cpu", torch.float32), (0, pads))
             self.bias = bias.clone() if self.bias is None else self.bias.copy_(bias)
-        bias_at = self.bias.data_ptr() if self.bias is not None else None
-        self.matrix = _Matrix(self.panels_PKW.data_ptr(), bias_at, inputs, num)
+        self._describe(inputs, num)
+
+    def load_int8(self, wide: Panels) -> None:
+        """Another one's weight, rounded: for every output, what is furthest from 0 becomes 127. Its
+        bias is shared."""
+        assert wide.panels_PKW is not None, "load() its weight first"
+        if self.panels_PKW is None:
+            self.panels_PKW = torch.empty(wide.panels_PKW.shape, dtype=torch.int8, device="cpu")
+            self.scales = torch.empty(len(self.panels_PKW) * self._width, **_FLOATS)
+            self.bias = wide.bias
+            self._describe(wide.matrix.inputs, wide.matrix.outputs)
+        to = self.matrix.panels, self.matrix.scales
+        self._library.to_int8(byref(wide.matrix), torch.get_num_threads(), *to)
+
+    def _describe(self, inputs: int, outputs: int) -> None:
+        held = (self.panels_PKW, self.bias, self.scales)
+        at = (None if x is None else x.data_ptr() for x in held)
+        self.matrix = _Matrix(*at, inputs, outputs, _KINDS[self.dtype])
 
     def __call__(self, x_NK: Tensor) -> Tensor:
         """[.., K] to fp32 [.., O]."""
         x = x_NK.float().contiguous()
         assert x.shape[-1] == self.matrix.inputs, "a product's inputs"
         y = torch.empty(*x.shape[:-1], self.matrix.outputs, **_FLOATS)
-        narrow, num = self.dtype == torch.bfloat16, x.numel() // self.matrix.inputs
-        self._library.product(
-            byref(self.matrix), narrow, torch.get_num_threads(), num, x.data_ptr(), y.data_ptr()
-        )
+        num = x.numel() // self.matrix.inputs
+        at = x.data_ptr(), y.data_ptr()
+        self._library.product(byref(self.matrix), torch.get_num_threads(), num, *at)
         return y
 
 
@@ -304,13 +325,14 @@ class Decoder:
         *,
         heads: tuple[int, int, int],
         taps: tuple[int, int, int],
-        narrow: bool,
         eps: float,
     ) -> None:
         """heads: query heads, key/value heads, size of one."""
         found = library()
         assert found is not None, "library() first"
-        self._library, self._kept = found, (layers, embed, norm, head)
+        self._library, self._parts = found, (layers, embed, norm, head)
+        self._sizes: Any = {"heads": heads, "taps": taps, "eps": eps}
+        self._wide: list[tuple[Panels, Panels]] = []  # of a copy in int8: its panels, and whose
         self._layers = (_Layer * len(layers))()
         for to, layer in zip(self._layers, layers, strict=True):
             for name, part in layer.items():
@@ -319,8 +341,29 @@ class Decoder:
         self._hidden = embed.shape[1]
         self._model = _Model(
             self._layers, embed.data_ptr(), norm.data_ptr(), None, head.matrix, len(layers),
-            self._hidden, *heads, (c_int64 * 3)(*taps), len(embed), narrow, 1, eps,
+            self._hidden, *heads, (c_int64 * 3)(*taps), len(embed), 1, eps,
         )  # fmt: skip
+
+    def in_int8(self) -> Decoder:
+        """The same model with weights of a quarter of the bytes; `requantize` it after a change."""
+        layers, embed, norm, head = self._parts
+        wide: list[tuple[Panels, Panels]] = []
+
+        def narrow(part: Panels | Tensor) -> Any:
+            if isinstance(part, Tensor):
+                return part
+            wide.append((Panels(torch.int8, self._library), part))
+            wide[-1][0].load_int8(part)
+            return wide[-1][0]
+
+        few = [{name: narrow(part) for name, part in layer.items()} for layer in layers]
+        copy = Decoder(few, embed, norm, narrow(head), **self._sizes)
+        copy._wide = wide
+        return copy
+
+    def requantize(self) -> None:
+        for own, wide in self._wide:
+            own.load_int8(wide)
 
     def __call__(
         self,
@@ -386,7 +429,7 @@ class DraftTrees:
         self._model = _Drafter(
             *(panels[name].matrix for name in names),
             *(x.data_ptr() for x in (embed, *norms)), None, None,
-            embed.shape[1], *heads, len(embed), panels["fc"].dtype == torch.bfloat16, 1, eps,
+            embed.shape[1], *heads, len(embed), 1, eps,
         )  # fmt: skip
 
     def __call__(

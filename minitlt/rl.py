@@ -48,6 +48,7 @@ from minitlt.kernels import row_key
 from minitlt.linear import decoding_dtype
 from minitlt.models import resolve_drafter
 from minitlt.ngram import MergedDrafter, NgramDrafter
+from minitlt.quantized import with_int8
 from minitlt.spec import Arm, Bandit, Rollout, RolloutEngine, SamplingParams
 from minitlt.spot import INLINE, OFF, Receipt, SpotConfig, SpotTrainer
 from minitlt.target import make_target
@@ -514,7 +515,7 @@ def build_speculation(
     buffer = ReplayBuffer(drafter, vocab_size=base.config.vocab_size)
     proposer = Eagle3Proposer(eagle, drafter, buffer=buffer)
     trainer = DrafterTrainer(eagle, buffer, drafter)
-    arms = [Arm.parse(text) for text in rollout.arms]
+    arms, quantized = with_int8([Arm.parse(text) for text in rollout.arms], target)
     if (
         device.type == "cpu"
         and not target.decoder.startswith("native")
@@ -533,7 +534,7 @@ def build_speculation(
     ngram = NgramDrafter(drafter)
     engine = RolloutEngine(
         target,
-        [ngram, proposer, MergedDrafter(proposer, ngram)],
+        [ngram, proposer, MergedDrafter(proposer, ngram), *quantized],
         bandit,
         verify=rollout.verify,
         max_rows=rollout.max_rows,

@@ -63,7 +63,7 @@ from minitlt.models import HubUnreachable, resolve_drafter, resolve_model
 from minitlt.report import has_ended, summarize
 from minitlt.rewards import resolve_rewards
 from minitlt.rl import MiniTLTTrainer, refuse_bypasses, sampling_params
-from minitlt.spec import Arm, RolloutEngine, SamplingParams
+from minitlt.spec import OFF, SOURCES, Arm, RolloutEngine, SamplingParams
 from minitlt.spot import SpotConfig
 from minitlt.stop import AlreadyTrained, StopCallback, checkpoints, last_checkpoint
 from minitlt.swap import read_drafter
@@ -105,9 +105,9 @@ def prepare(
     drafter = build(DrafterConfig, config.drafter, "drafter")
     spot = build(SpotConfig, config.spot, "spot")
     for text in rollout.arms:
-        if Arm.parse(text).source not in ("off", "ngram", "eagle", "merged"):
+        if Arm.parse(text).source not in (OFF, *SOURCES):
             raise ConfigError(
-                f"rollout.arms: {text!r} has no drafter; sources: ngram, eagle, merged"
+                f"rollout.arms: {text!r} has no drafter; sources: {', '.join(SOURCES)}"
             )
     refuse_bypasses(config.trl)
     args, model, script, mixture, algebra = _trl_configs(

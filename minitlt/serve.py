@@ -36,7 +36,8 @@ from minitlt.export import check_export, export_drafter, import_drafter
 from minitlt.kernels import row_key
 from minitlt.models import resolve_drafter, resolve_model
 from minitlt.ngram import MergedDrafter, NgramDrafter
-from minitlt.spec import Arm, Bandit, RolloutEngine, Row, SamplingParams, SpecStats
+from minitlt.quantized import with_int8
+from minitlt.spec import OFF, SOURCES, Arm, Bandit, RolloutEngine, Row, SamplingParams, SpecStats
 from minitlt.target import make_target
 from minitlt.tasks import encode_prompt, is_prompt
 from minitlt.tensorfile import fingerprint
@@ -75,8 +76,8 @@ def load_served(
         raise ValueError(f"--max-rows must be 0 (all that fit) or more, not {max_rows}")
     chosen = [Arm.parse(text) for text in arms]
     for arm in chosen:
-        if arm.source not in ("off", "ngram", "eagle", "merged"):
-            raise ValueError(f"--arms: {arm.name!r} has no drafter; sources: ngram, eagle, merged")
+        if arm.source not in (OFF, *SOURCES):
+            raise ValueError(f"--arms: {arm.name!r} has no drafter; sources: {', '.join(SOURCES)}")
         if arm.source in ("eagle", "merged") and not drafter:
             raise ValueError(f"--arms: {arm.name!r} needs a draft model; give --drafter DIR")
     adapter = Path(model).expanduser()
@@ -100,6 +101,8 @@ def load_served(
         eagle.tie(target.embed_weight, target.head_weight)
         proposer = Eagle3Proposer(eagle)
         drafters += [proposer, MergedDrafter(proposer, drafters[0])]
+    chosen, quantized = with_int8(chosen, target)
+    drafters += quantized
     engine = RolloutEngine(
         target, drafters, Bandit(chosen), max_rows=max_rows, decode=tokenizer.decode
     )

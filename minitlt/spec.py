@@ -49,7 +49,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitlt.bandit import OFF, Arm, Bandit
+from minitlt.bandit import OFF, SOURCES, Arm, Bandit
 from minitlt.draft import Draft, Drafter, RowState, Taps, depths
 from minitlt.kernels import (
     Verified,
@@ -62,7 +62,8 @@ from minitlt.sampling import SamplingParams, process_logits, rescore
 from minitlt.slots import free_bytes
 from minitlt.target import Target
 
-__all__ = ["OFF", "Arm", "Bandit", "Rollout", "RolloutEngine", "Row", "SamplingParams", "SpecStats"]
+__all__ = ["OFF", "SOURCES", "Arm", "Bandit", "Rollout", "RolloutEngine", "Row", "SamplingParams",
+           "SpecStats"]  # fmt: skip
 
 _SURE = 1e30  # a logit that no noise can beat
 _SHORT = 16  # a common beginning of fewer tokens is not worth a forward of its own

@@ -189,6 +189,7 @@ class LlamaTarget(Target):
         self.native = native.runs(dtype, device)
         self._norm_factor = 1.0 if self.native else norm_factor(self.shape.hidden, device)
         self._decoder: native.Decoder | None = None
+        self.version = 0  # of the weights that native code reads
         self.tied = bool(config.tie_word_embeddings)
         rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
         self._inv_freq = rotary.inv_freq.detach().to(device, torch.float32)
@@ -255,7 +256,7 @@ class LlamaTarget(Target):
             # Outside of the graph: every graph keeps its results, and logits are the largest.
             return self.logits(hidden), Taps(features, hidden)
         if self._decoder is not None:
-            place = self.cache.whole, first_slot, self._turn
+            place = self.place(first_slot)
             *taps, scores = self._decoder(tokens_BT, lengths_B, parents_BT, *place, logits)
             return scores, Taps(*taps)
         # Elsewhere a kernel reads ancestor bits; a prefill chunk is too long for those.
@@ -338,8 +339,18 @@ class LlamaTarget(Target):
             self.head.weight = self.head_weight  # one copy; if tied, the embedding's
         if self.native:
             self._decoder = self._decoder or self._make_decoder()
+            self.version += 1
         elif self.device.type == "cpu" and not self._tried:
             self._try_bits()
+
+    @property
+    def native_decoder(self) -> native.Decoder:
+        assert self._decoder is not None, "only where `native` is true"
+        return self._decoder
+
+    def place(self, first_slot: int) -> tuple[Tensor, int, Tensor]:
+        """Where a native forward of rows from this slot on reads and writes."""
+        return self.cache.whole, first_slot, self._turn
 
     def _make_decoder(self) -> native.Decoder:
         shape, head = self.shape, self.head.panels
@@ -356,7 +367,6 @@ class LlamaTarget(Target):
             head,
             heads=(shape.num_heads, shape.num_kv_heads, shape.head_dim),
             taps=shape.tap_layers,
-            narrow=self.dtype == torch.bfloat16,
             eps=self.eps,
         )
 

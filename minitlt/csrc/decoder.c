@@ -32,7 +32,7 @@ typedef struct {
     const float *embed, *norm; /* [V, hidden], [hidden] */
     const float *turn;         /* per position and pair of a head: cosine and sine */
     Matrix head;
-    int64_t num_layers, hidden, heads, kv_heads, head_dim, taps[3], vocab, narrow, threads;
+    int64_t num_layers, hidden, heads, kv_heads, head_dim, taps[3], vocab, threads;
     float eps;
 } Model;
 
@@ -139,7 +139,7 @@ int forward(const Model *m, const Pass *p)
     for (int64_t row = 0; row < p->rows; row++) seen = p->lengths[row] > seen ? p->lengths[row] : seen;
     seen += p->nodes + 2 * LANES;
     int64_t wide = (m->heads + 2 * m->kv_heads) * m->head_dim, inner = m->layers[0].gate.outputs;
-    int64_t outs = m->heads * m->head_dim, narrow = m->narrow;
+    int64_t outs = m->heads * m->head_dim;
     int64_t floats = most * (2 * hidden + wide + inner + outs) + m->threads * seen;
     int64_t *places = malloc((most + m->threads * p->nodes) * sizeof *places + most * sizeof(Fed));
     float *h = malloc(floats * sizeof *h);
@@ -172,28 +172,28 @@ int forward(const Model *m, const Pass *p)
                     memcpy(p->features + (3 * places[i] + tap) * hidden, h + i * hidden, hidden * sizeof *h);
             }
             norm_all(layer->norm_in, hidden, m->eps, n, h, x);
-            multiply(&layer->qkv, narrow, n, x, qkv, STORE);
+            multiply(&layer->qkv, n, x, qkv, STORE);
             place(m, layer, p, fed, n, cache, qkv, wide);
             attend_all(m, p, fed, n, cache, qkv, wide, att, scores, path);
-            multiply(&layer->out, narrow, n, att, h, ADD);
+            multiply(&layer->out, n, att, h, ADD);
             norm_all(layer->norm_mlp, hidden, m->eps, n, h, x);
-            multiply_gated(&layer->gate, &layer->up, narrow, n, x, act);
-            multiply(&layer->down, narrow, n, act, h, ADD);
+            multiply_gated(&layer->gate, &layer->up, n, x, act);
+            multiply(&layer->down, n, act, h, ADD);
         }
         norm_all(m->norm, hidden, m->eps, n, h, x);
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < n; i++) memcpy(p->last + places[i] * hidden, x + i * hidden, hidden * sizeof *x);
-        if (p->logits) multiply_to(&m->head, narrow, n, x, p->logits, places, STORE);
+        if (p->logits) multiply_to(&m->head, n, x, p->logits, places, STORE);
     }
     free(places), free(h);
     return 0;
 }
 
 /* y = x W^T + bias, of rows without padding. */
-void product(const Matrix *m, int64_t narrow, int64_t threads, int64_t n, const float *x, float *y)
+void product(const Matrix *m, int64_t threads, int64_t n, const float *x, float *y)
 {
 #pragma omp parallel num_threads(threads)
-    multiply(m, narrow, n, x, y, STORE);
+    multiply(m, n, x, y, STORE);
 }
 
 int64_t width(void) { return WIDTH; }

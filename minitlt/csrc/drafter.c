@@ -64,24 +64,24 @@ int draft(const Drafter *m, const Level *p)
 #pragma omp parallel num_threads(m->threads)
     {
         float *scores = all_scores + omp_get_thread_num() * most;
-        if (p->features) multiply(&m->fc, m->narrow, n, p->features, fused, STORE);
+        if (p->features) multiply(&m->fc, n, p->features, fused, STORE);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < n; i++) {
             norm(m->embed + p->pairs[i].token * hidden, m->norm_in, hidden, m->eps, x + 2 * i * hidden);
             norm(h + i * hidden, m->norm_h, hidden, m->eps, x + (2 * i + 1) * hidden);
         }
-        multiply(&m->qkv, m->narrow, n, x, qkv, STORE);
+        multiply(&m->qkv, n, x, qkv, STORE);
         turn_and_place(m, p, qkv, wide);
         attend_all(m, p, qkv, wide, att, scores);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < asked; i++)
             memcpy(p->h_next + i * hidden, h + p->asked[i] * hidden, hidden * sizeof *h);
-        multiply(&m->out, m->narrow, asked, att, p->h_next, ADD);
+        multiply(&m->out, asked, att, p->h_next, ADD);
         norm_all(m->norm_post, hidden, m->eps, asked, p->h_next, normed);
-        multiply_gated(&m->gate, &m->up, m->narrow, asked, normed, act);
-        multiply(&m->down, m->narrow, asked, act, p->h_next, ADD);
+        multiply_gated(&m->gate, &m->up, asked, normed, act);
+        multiply(&m->down, asked, act, p->h_next, ADD);
         norm_all(m->norm, hidden, m->eps, asked, p->h_next, normed);
-        multiply(&m->head, m->narrow, asked, normed, p->logits, STORE);
+        multiply(&m->head, asked, normed, p->logits, STORE);
     }
     free(work);
     return 0;

@@ -7,7 +7,7 @@ typedef struct {
     Matrix fc, qkv, out, gate, up, down, head;
     const float *embed, *norm_in, *norm_h, *norm_post, *norm; /* [V, hidden], and [hidden] four times */
     const float *cos, *sin; /* [positions, D]; the second half turns by -sin and sin, as eagle3.py has it */
-    int64_t hidden, heads, kv_heads, head_dim, vocab, narrow, threads;
+    int64_t hidden, heads, kv_heads, head_dim, vocab, threads;
     float eps;
 } Drafter;
 

@@ -1,7 +1,7 @@
 /* Products with packed weights, norms, attention: what decoder.c and drafter.c are made of.
 
 A product brings the next panel into the second cache while it multiplies this one, so that few rows take
-as long as reading the weights does. Left out: weights of int8, attention in blocks of queries. */
+as long as reading the weights does. Left out: attention in blocks of queries. */
 
 #include <math.h>
 
@@ -13,8 +13,25 @@ enum { ROWS = 12 }; /* 24 sums and 2 weights fill the 32 registers, with a few t
 enum { ROWS = 6 };
 #endif
 
+/* Bytes of a panel that belong to one input. */
+INLINE int64_t stripe(enum kind kind) { return WIDTH * (kind == INT8 ? 1 : kind == BF16 ? 2 : 4); }
+
+/* Of the weights of a panel those of input k. */
+INLINE void widen(const enum kind kind, const char *panel, int64_t k, vec *a, vec *b)
+{
+    const char *at = panel + k * stripe(kind);
+    if (kind == INT8) {
+        *a = from_bytes(at), *b = from_bytes(at + LANES);
+    } else if (kind == BF16) { /* outputs i and i + LANES share 32 bits */
+        uvec pair = *(const uvec *)at;
+        *a = (vec)(pair << 16), *b = (vec)(pair & 0xffff0000u);
+    } else {
+        *a = *(const vec *)at, *b = *(const vec *)(at + LANES * 4);
+    }
+}
+
 /* `rows` rows times one panel. On the way `ahead` is brought into the second cache, `stride` bytes a turn. */
-INLINE void tile(const int rows, const int narrow, const float *x, const char *panel, int64_t inputs,
+INLINE void tile(const int rows, const enum kind kind, const float *x, const char *panel, int64_t inputs,
                  const char *ahead, int64_t stride, vec (*y)[2])
 {
     vec low[ROWS], high[ROWS];
@@ -22,13 +39,8 @@ INLINE void tile(const int rows, const int narrow, const float *x, const char *p
     for (int64_t k = 0; k < inputs; k++, ahead += stride) {
         vec a, b;
         __builtin_prefetch(ahead, 0, 2);
-        if (narrow) { /* outputs i and i + LANES share 32 bits */
-            uvec pair = *(const uvec *)(panel + k * WIDTH * 2);
-            a = (vec)(pair << 16), b = (vec)(pair & 0xffff0000u);
-        } else {
-            __builtin_prefetch(ahead + 64, 0, 2);
-            a = *(const vec *)(panel + k * WIDTH * 4), b = *(const vec *)(panel + k * WIDTH * 4 + LANES * 4);
-        }
+        if (kind == FP32) __builtin_prefetch(ahead + 64, 0, 2);
+        widen(kind, panel, k, &a, &b);
         UNROLL for (int r = 0; r < rows; r++)
         {
             float value = x[r * inputs + k];
@@ -55,24 +67,26 @@ static void write_back(const vec *sums, float *y, enum how how, int64_t columns)
 
 /* y[n, panel p] from x[n, K]; row i of y is row to[i], if `to` is given. Rows go through in equal chunks; each
    brings its part of the next panel. */
-static void multiply_panel(const Matrix *m, int64_t p, int narrow, int64_t n, const float *x, float *y,
+static void multiply_panel(const Matrix *m, int64_t p, int64_t n, const float *x, float *y,
                            const int64_t *to, enum how how)
 {
     if (n < 1) return;
-    int64_t bytes = m->inputs * WIDTH * (narrow ? 2 : 4), chunks = (n + ROWS - 1) / ROWS;
-    int64_t stride = bytes / m->inputs / chunks, columns = m->outputs - p * WIDTH, at = 0;
-    const char *panel = m->panels + p * bytes, *ahead = panel + bytes;
+    int64_t size = m->inputs * stripe(m->kind), chunks = (n + ROWS - 1) / ROWS;
+    int64_t stride = size / m->inputs / chunks, columns = m->outputs - p * WIDTH, at = 0;
+    const char *panel = m->panels + p * size, *ahead = panel + size;
+    const vec none[2] = {{0}}, *bias = m->bias ? (const vec *)(m->bias + p * WIDTH) : none;
     for (int64_t c = 0; c < chunks; c++, ahead += stride * m->inputs) {
         int64_t rows = (n - at + chunks - c - 1) / (chunks - c);
         const float *from = x + at * m->inputs;
         vec sums[ROWS][2];
         for (int64_t r = 0; r < rows; r++)
             for (int half = 0; half < 2; half++)
-                sums[r][half] = m->bias ? ((const vec *)(m->bias + p * WIDTH))[half] : (vec){0};
+                sums[r][half] = m->kind == INT8 ? none[half] : bias[half];
 #define CASE(M)                                                                                  \
     case M:                                                                                      \
-        if (narrow) tile(M, 1, from, panel, m->inputs, ahead, stride, sums);                \
-        else tile(M, 0, from, panel, m->inputs, ahead, stride, sums);                       \
+        if (m->kind == INT8) tile(M, INT8, from, panel, m->inputs, ahead, stride, sums);         \
+        else if (m->kind == BF16) tile(M, BF16, from, panel, m->inputs, ahead, stride, sums);    \
+        else tile(M, FP32, from, panel, m->inputs, ahead, stride, sums);                         \
         break;
         switch (rows) {
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
@@ -80,28 +94,59 @@ static void multiply_panel(const Matrix *m, int64_t p, int narrow, int64_t n, co
             CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
         }
+        for (int64_t r = 0; r < rows && m->kind == INT8; r++)
+            for (int half = 0; half < 2; half++)
+                sums[r][half] = sums[r][half] * ((const vec *)(m->scales + p * WIDTH))[half] + bias[half];
         for (int64_t r = 0; r < rows; r++, at++)
             write_back(sums[r], y + (to ? to[at] : at) * m->outputs + p * WIDTH, how, columns);
     }
 }
 
-void multiply_to(const Matrix *m, int narrow, int64_t n, const float *x, float *y, const int64_t *to, enum how how)
+void multiply_to(const Matrix *m, int64_t n, const float *x, float *y, const int64_t *to, enum how how)
 {
 #pragma omp for schedule(static)
-    for (int64_t p = 0; p < panels(m); p++) multiply_panel(m, p, narrow, n, x, y, to, how);
+    for (int64_t p = 0; p < panels(m); p++) multiply_panel(m, p, n, x, y, to, how);
 }
 
-void multiply(const Matrix *m, int narrow, int64_t n, const float *x, float *y, enum how how)
+void multiply(const Matrix *m, int64_t n, const float *x, float *y, enum how how)
 {
-    multiply_to(m, narrow, n, x, y, 0, how);
+    multiply_to(m, n, x, y, 0, how);
 }
 
-void multiply_gated(const Matrix *gate, const Matrix *up, int narrow, int64_t n, const float *x, float *y)
+void multiply_gated(const Matrix *gate, const Matrix *up, int64_t n, const float *x, float *y)
 {
 #pragma omp for schedule(static)
     for (int64_t p = 0; p < panels(gate); p++) {
-        multiply_panel(gate, p, narrow, n, x, y, 0, STORE);
-        multiply_panel(up, p, narrow, n, x, y, 0, GATE);
+        multiply_panel(gate, p, n, x, y, 0, STORE);
+        multiply_panel(up, p, n, x, y, 0, GATE);
+    }
+}
+
+/* The panels of m in int8: of every output, what is furthest from 0 becomes 127 or -127. */
+void to_int8(const Matrix *m, int64_t threads, int8_t *to, float *scales)
+{
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t p = 0; p < panels(m); p++) {
+        const char *panel = m->panels + p * m->inputs * stripe(m->kind);
+        vec w[2], most[2] = {{0}}, factor[2];
+        for (int64_t k = 0; k < m->inputs; k++) {
+            widen(m->kind, panel, k, w, w + 1);
+            for (int half = 0; half < 2; half++) {
+                vec size = choose(w[half] < 0.0f, -w[half], w[half]);
+                most[half] = choose(size > most[half], size, most[half]);
+            }
+        }
+        for (int half = 0; half < 2; half++) {
+            ((vec *)(scales + p * WIDTH))[half] = most[half] / 127.0f;
+            factor[half] = choose(most[half] > 0.0f, 127.0f / most[half], most[half]);
+        }
+        for (int64_t k = 0; k < m->inputs; k++) {
+            widen(m->kind, panel, k, w, w + 1);
+            for (int half = 0; half < 2; half++) {
+                ivec whole = (ivec)(w[half] * factor[half] + 12582912.0f) - 0x4b400000; /* as in `exponential` */
+                *(bytes *)(to + (p * m->inputs + k) * WIDTH + half * LANES) = __builtin_convertvector(whole, bytes);
+            }
+        }
     }
 }
 

@@ -5,17 +5,18 @@
 
 enum { WIDTH = 2 * LANES };     /* outputs of a panel */
 enum how { STORE, ADD, GATE };  /* y = product; y += product; y = silu(y) * product */
+enum kind { FP32, BF16, INT8 }; /* what a weight is in memory; all are widened on the way to the registers */
 
 typedef struct {
-    const char *panels; /* of WIDTH outputs each, [inputs][WIDTH] in memory */
-    const float *bias;  /* of whole panels, or null */
-    int64_t inputs, outputs;
+    const char *panels;         /* of WIDTH outputs each, [inputs][WIDTH] in memory */
+    const float *bias, *scales; /* of whole panels; bias or null; scales of INT8, one per output */
+    int64_t inputs, outputs, kind;
 } Matrix;
 
 /* All threads of a parallel region call these four; they end with a barrier. to: which rows of y. */
-void multiply(const Matrix *m, int narrow, int64_t n, const float *x, float *y, enum how how);
-void multiply_to(const Matrix *m, int narrow, int64_t n, const float *x, float *y, const int64_t *to, enum how how);
-void multiply_gated(const Matrix *gate, const Matrix *up, int narrow, int64_t n, const float *x, float *y);
+void multiply(const Matrix *m, int64_t n, const float *x, float *y, enum how how);
+void multiply_to(const Matrix *m, int64_t n, const float *x, float *y, const int64_t *to, enum how how);
+void multiply_gated(const Matrix *gate, const Matrix *up, int64_t n, const float *x, float *y);
 void norm_all(const float *weight, int64_t width, float eps, int64_t n, const float *x, float *y);
 
 /* One thread calls these. */

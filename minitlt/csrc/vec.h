@@ -4,6 +4,9 @@
 #pragma once
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #ifdef __AVX512F__
 enum { LANES = 16 };
@@ -13,10 +16,23 @@ enum { LANES = 8 };
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline, unused))
 #define UNROLL _Pragma("GCC unroll 16")
+
+/* Whole numbers of 8 bits. gcc 12 takes its own conversion apart, byte by byte. */
+INLINE vec from_bytes(const char *x)
+{
+#if defined __AVX512F__
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)x)));
+#elif defined __AVX2__
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)x)));
+#else
+    return __builtin_convertvector(*(const bytes *)x, vec);
+#endif
+}
 
 INLINE float sum(vec x)
 {
