@@ -197,10 +197,12 @@ class Bandit:
         return seconds * (active / rows) ** power
 
     def _mean(self, key: tuple[int, str]) -> tuple[float, float]:
-        """Mean seconds and rows without the slowest tenth, of two or more without the slowest."""
+        """Mean seconds and rows, of few steps without the first, of more without the slowest tenth.
+        Not without the slowest of few: drafts that end with their texts make quick steps."""
         if key not in self._usuals:
-            steps = sorted(self._seconds[key])
-            kept = steps[: len(steps) - max(1, len(steps) // 10)] or steps
+            steps = list(self._seconds[key])
+            kept = sorted(steps)[: len(steps) - len(steps) // 10] if len(steps) > 9 else steps[1:]
+            kept = kept or steps
             self._usuals[key] = fmean(s for s, _ in kept), fmean(rows for _, rows in kept)
         return self._usuals[key]
 
@@ -222,7 +224,7 @@ class Bandit:
 
     def _cannot_win(self, active: int, arm: Arm, best: float) -> bool:
         """Even its highest possible value, with some slack, is below the best seen here."""
-        if arm.source == OFF:
+        if arm.source == OFF or self.value(active, arm) == best:
             return False
         highest = arm.depth + 1.0
         if self._sum(self._anywhere, arm.name)[1] >= self.tries:

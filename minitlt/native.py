@@ -43,6 +43,7 @@ SOURCES = sorted(Path(__file__).parent.joinpath("csrc").glob("*.c"))
 FLAGS = ("-O3", "-march=native", "-fno-fast-math", "-fopenmp", "-fPIC", "-std=gnu11")
 OWN_FLAGS = {"sampler": ("-ffp-contract=off",)}  # the noise is defined in single operations
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as in csrc/layers.h
+_GROUP = 64  # as there
 _BUILD_SECONDS = 120
 _FLOATS: Any = {"dtype": torch.float32, "device": "cpu"}  # what C writes, whatever torch's defaults
 _INTS: Any = {"dtype": torch.int64, "device": "cpu"}
@@ -261,7 +262,7 @@ class Panels:
         self._library, self.dtype, self._width = found, dtype, found.width()
         self.panels_PKW: Tensor | None = None
         self.bias: Tensor | None = None
-        self.scales: Tensor | None = None  # of int8, one per output
+        self.scales: Tensor | None = None  # of int8
         self.matrix = _Matrix()
 
     def load(self, weight_OK: Tensor, bias_O: Tensor | None = None) -> None:
@@ -282,14 +283,15 @@ class Panels:
         self._describe(inputs, num)
 
     def load_int8(self, wide: Panels) -> None:
-        """Another one's weight, rounded: for every output, what is furthest from 0 becomes 127. Its
-        bias is shared."""
+        """Another one's weight, rounded: of every output's next `_GROUP` inputs, what is furthest
+        from 0 becomes 127. Its bias is shared."""
         assert wide.panels_PKW is not None, "load() its weight first"
         if self.panels_PKW is None:
             self.panels_PKW = torch.empty(wide.panels_PKW.shape, dtype=torch.int8, device="cpu")
-            self.scales = torch.empty(len(self.panels_PKW) * self._width, **_FLOATS)
+            inputs, size = wide.matrix.inputs, len(wide.panels_PKW) * self._width
+            self.scales = torch.empty(-(-inputs // _GROUP) * size, **_FLOATS)
             self.bias = wide.bias
-            self._describe(wide.matrix.inputs, wide.matrix.outputs)
+            self._describe(inputs, wide.matrix.outputs)
         to = self.matrix.panels, self.matrix.scales
         self._library.to_int8(byref(wide.matrix), torch.get_num_threads(), *to)
 

@@ -30,8 +30,9 @@ INLINE void widen(const enum kind kind, const char *panel, int64_t k, vec *a, ve
     }
 }
 
-/* `rows` rows times one panel. On the way `ahead` is brought into the second cache, `stride` bytes a turn. */
-INLINE void tile(const int rows, const enum kind kind, const float *x, const char *panel, int64_t inputs,
+/* `rows` rows, `ld` floats apart, times `inputs` weights of one panel. On the way `ahead` is brought into the second
+   cache, `stride` bytes a turn. */
+INLINE void tile(const int rows, const enum kind kind, const float *x, int64_t ld, const char *panel, int64_t inputs,
                  const char *ahead, int64_t stride, vec (*y)[2])
 {
     vec low[ROWS], high[ROWS];
@@ -43,14 +44,28 @@ INLINE void tile(const int rows, const enum kind kind, const float *x, const cha
         widen(kind, panel, k, &a, &b);
         UNROLL for (int r = 0; r < rows; r++)
         {
-            float value = x[r * inputs + k];
+            float value = x[r * ld + k];
             low[r] += a * value, high[r] += b * value;
         }
     }
     UNROLL for (int r = 0; r < rows; r++) y[r][0] = low[r], y[r][1] = high[r];
 }
 
+/* The same of INT8, a group after the other. */
+INLINE void tile_of_groups(const int rows, const float *x, const char *panel, const vec *scales, int64_t inputs,
+                           const char *ahead, int64_t stride, vec (*y)[2])
+{
+    for (int64_t k = 0; k < inputs; k += GROUP, scales += 2) {
+        vec part[ROWS][2] = {{{0}}};
+        int64_t num = inputs - k < GROUP ? inputs - k : GROUP;
+        tile(rows, INT8, x + k, inputs, panel + k * WIDTH, num, ahead + k * stride, stride, part);
+        UNROLL for (int r = 0; r < rows; r++) y[r][0] += part[r][0] * scales[0], y[r][1] += part[r][1] * scales[1];
+    }
+}
+
 static int64_t panels(const Matrix *m) { return (m->outputs + WIDTH - 1) / WIDTH; }
+
+static int64_t groups(const Matrix *m) { return (m->inputs + GROUP - 1) / GROUP; }
 
 static void write_back(const vec *sums, float *y, enum how how, int64_t columns)
 {
@@ -75,18 +90,19 @@ static void multiply_panel(const Matrix *m, int64_t p, int64_t n, const float *x
     int64_t stride = size / m->inputs / chunks, columns = m->outputs - p * WIDTH, at = 0;
     const char *panel = m->panels + p * size, *ahead = panel + size;
     const vec none[2] = {{0}}, *bias = m->bias ? (const vec *)(m->bias + p * WIDTH) : none;
+    const vec *scales = m->kind == INT8 ? (const vec *)m->scales + p * groups(m) * 2 : 0;
     for (int64_t c = 0; c < chunks; c++, ahead += stride * m->inputs) {
         int64_t rows = (n - at + chunks - c - 1) / (chunks - c);
         const float *from = x + at * m->inputs;
         vec sums[ROWS][2];
         for (int64_t r = 0; r < rows; r++)
             for (int half = 0; half < 2; half++)
-                sums[r][half] = m->kind == INT8 ? none[half] : bias[half];
-#define CASE(M)                                                                                  \
-    case M:                                                                                      \
-        if (m->kind == INT8) tile(M, INT8, from, panel, m->inputs, ahead, stride, sums);         \
-        else if (m->kind == BF16) tile(M, BF16, from, panel, m->inputs, ahead, stride, sums);    \
-        else tile(M, FP32, from, panel, m->inputs, ahead, stride, sums);                         \
+                sums[r][half] = bias[half];
+#define CASE(M)                                                                                          \
+    case M:                                                                                              \
+        if (m->kind == INT8) tile_of_groups(M, from, panel, scales, m->inputs, ahead, stride, sums);     \
+        else if (m->kind == BF16) tile(M, BF16, from, m->inputs, panel, m->inputs, ahead, stride, sums); \
+        else tile(M, FP32, from, m->inputs, panel, m->inputs, ahead, stride, sums);                      \
         break;
         switch (rows) {
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
@@ -94,9 +110,6 @@ static void multiply_panel(const Matrix *m, int64_t p, int64_t n, const float *x
             CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
         }
-        for (int64_t r = 0; r < rows && m->kind == INT8; r++)
-            for (int half = 0; half < 2; half++)
-                sums[r][half] = sums[r][half] * ((const vec *)(m->scales + p * WIDTH))[half] + bias[half];
         for (int64_t r = 0; r < rows; r++, at++)
             write_back(sums[r], y + (to ? to[at] : at) * m->outputs + p * WIDTH, how, columns);
     }
@@ -122,31 +135,39 @@ void multiply_gated(const Matrix *gate, const Matrix *up, int64_t n, const float
     }
 }
 
-/* The panels of m in int8: of every output, what is furthest from 0 becomes 127 or -127. */
+/* Some weights of a panel in int8: of every output, what is furthest from 0 becomes 127 or -127. */
+static void narrow(enum kind kind, const char *panel, int64_t inputs, int8_t *to, vec *scales)
+{
+    vec w[2], most[2] = {{0}}, factor[2];
+    for (int64_t k = 0; k < inputs; k++) {
+        widen(kind, panel, k, w, w + 1);
+        for (int half = 0; half < 2; half++) {
+            vec size = choose(w[half] < 0.0f, -w[half], w[half]);
+            most[half] = choose(size > most[half], size, most[half]);
+        }
+    }
+    for (int half = 0; half < 2; half++) {
+        scales[half] = most[half] / 127.0f;
+        factor[half] = choose(most[half] > 0.0f, 127.0f / most[half], most[half]);
+    }
+    for (int64_t k = 0; k < inputs; k++) {
+        widen(kind, panel, k, w, w + 1);
+        for (int half = 0; half < 2; half++) {
+            ivec whole = (ivec)(w[half] * factor[half] + 12582912.0f) - 0x4b400000; /* as in `exponential` */
+            *(bytes *)(to + k * WIDTH + half * LANES) = __builtin_convertvector(whole, bytes);
+        }
+    }
+}
+
+/* All of m in int8. */
 void to_int8(const Matrix *m, int64_t threads, int8_t *to, float *scales)
 {
+    int64_t num = groups(m);
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t p = 0; p < panels(m); p++) {
-        const char *panel = m->panels + p * m->inputs * stripe(m->kind);
-        vec w[2], most[2] = {{0}}, factor[2];
-        for (int64_t k = 0; k < m->inputs; k++) {
-            widen(m->kind, panel, k, w, w + 1);
-            for (int half = 0; half < 2; half++) {
-                vec size = choose(w[half] < 0.0f, -w[half], w[half]);
-                most[half] = choose(size > most[half], size, most[half]);
-            }
-        }
-        for (int half = 0; half < 2; half++) {
-            ((vec *)(scales + p * WIDTH))[half] = most[half] / 127.0f;
-            factor[half] = choose(most[half] > 0.0f, 127.0f / most[half], most[half]);
-        }
-        for (int64_t k = 0; k < m->inputs; k++) {
-            widen(m->kind, panel, k, w, w + 1);
-            for (int half = 0; half < 2; half++) {
-                ivec whole = (ivec)(w[half] * factor[half] + 12582912.0f) - 0x4b400000; /* as in `exponential` */
-                *(bytes *)(to + (p * m->inputs + k) * WIDTH + half * LANES) = __builtin_convertvector(whole, bytes);
-            }
-        }
+    for (int64_t i = 0; i < panels(m) * num; i++) {
+        int64_t first = i / num * m->inputs + i % num * GROUP, left = m->inputs - i % num * GROUP;
+        const char *from = m->panels + first * stripe(m->kind);
+        narrow(m->kind, from, left < GROUP ? left : GROUP, to + first * WIDTH, (vec *)(scales + i * WIDTH));
     }
 }
 

@@ -4,12 +4,13 @@
 #include "vec.h"
 
 enum { WIDTH = 2 * LANES };     /* outputs of a panel */
+enum { GROUP = 64 };            /* inputs that share a scale, of INT8 */
 enum how { STORE, ADD, GATE };  /* y = product; y += product; y = silu(y) * product */
 enum kind { FP32, BF16, INT8 }; /* what a weight is in memory; all are widened on the way to the registers */
 
 typedef struct {
     const char *panels;         /* of WIDTH outputs each, [inputs][WIDTH] in memory */
-    const float *bias, *scales; /* of whole panels; bias or null; scales of INT8, one per output */
+    const float *bias, *scales; /* of whole panels, or null; scales: of INT8, [panels][groups][WIDTH] */
     int64_t inputs, outputs, kind;
 } Matrix;
 
