@@ -349,8 +349,8 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     min_new_tokens: Annotated[int, typer.Option(help="No end before so many tokens.")] = 0,
     seed: Annotated[int, typer.Option(help="With the row's index, all of its randomness.")] = 0,
-    arms: Annotated[str, typer.Option(help="Ways to draft, e.g. off,eagle-3.")] = "",
-    dtype: Annotated[str, typer.Option(help="auto (bf16 on a GPU), fp32, bf16.")] = "auto",
+    arms: Annotated[str, typer.Option(help="Ways to draft, e.g. off,int8-12,eagle-3.")] = "",
+    dtype: Annotated[str, typer.Option(help="auto, fp32, bf16.")] = "auto",
     max_rows: Annotated[int, typer.Option(help="Rows decoded at once; 0 = all that fit.")] = 0,
     raw: Annotated[bool, typer.Option(help="Text goes in as it is, without template.")] = False,
 ) -> None:
@@ -367,7 +367,6 @@ def generate(
     """
     if bool(prompt) == (prompts is not None):
         _fail("give either --prompt TEXT or --prompts FILE.jsonl")
-    from minitlt.config import RolloutConfig
     from minitlt.serve import load_served, read_prompts, run_generate
     from minitlt.spec import SamplingParams
 
@@ -376,7 +375,7 @@ def generate(
     rows = [prompt] if prompts is None else read_prompts(prompts)
     values = (max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens)
     SamplingParams(*values)  # what is wrong with them is said before the model is loaded
-    ways = arms.split(",") if arms else RolloutConfig().arms if drafter else ["off"]
+    ways = arms.split(",") if arms else []
     served = load_served(model, drafter, arms=ways, dtype=dtype, max_rows=max_rows)
     params = SamplingParams(*values, stop_ids=served.stop_ids)
     try:

@@ -174,7 +174,8 @@ def _say_idle(run: Run, rollouts: list[list[Event]]) -> str:
 
 @picture(
     "Accept length by step",
-    "Tokens that one forward of the target yields per row, its own token included.",
+    "Tokens that one forward of the target yields per row, its own token included: of all steps, "
+    "and of those in which the draft model drafted.",
     compares=True,
 )
 def draw_accept_length(runs: list[Run]) -> Drawn:
@@ -182,6 +183,11 @@ def draw_accept_length(runs: list[Run]) -> Drawn:
     found = draw_lines(ax, runs, "accept_len", "harvest", "tokens per verify step and row")
     if not found:
         return None
+    if len(runs) == 1:
+        steps, lengths = runs[0].column("drafter_accept_len")
+        if lengths:
+            ax.plot(steps, lengths, color=colour("update"), linewidth=1)
+            key(ax, {"all steps": "harvest", "those of the draft model": "update"})
     ax.axhline(1, color=colour("muted"), linewidth=1, linestyle=(0, (4, 3)))
     mark(ax, "plain decoding: 1 token", (0, 1), (2, -3), x="axes", va="top", color=colour("muted"))
     ax.set_ylim(0.8, max(1.5, ax.get_ylim()[1]))

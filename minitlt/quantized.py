@@ -30,6 +30,12 @@ from minitlt.kernels import gumbel_topk
 from minitlt.target import LlamaTarget, Target
 
 logger = logging.getLogger(__name__)
+INT8_ARMS = ("int8-5", "int8-12")  # with many rows, with few
+
+
+def int8_drafts(target: Target) -> bool:
+    """Whether it can draft for this target."""
+    return isinstance(target, LlamaTarget) and target.native
 
 
 def with_int8(arms: list[Arm], target: Target) -> tuple[list[Arm], list[Drafter]]:
@@ -37,7 +43,8 @@ def with_int8(arms: list[Arm], target: Target) -> tuple[list[Arm], list[Drafter]
     others = [arm for arm in arms if arm.source != QuantizedDrafter.name]
     if len(others) == len(arms):
         return arms, []
-    if isinstance(target, LlamaTarget) and target.native:
+    if int8_drafts(target):
+        assert isinstance(target, LlamaTarget)
         return arms, [QuantizedDrafter(target)]
     logger.warning("arms of int8 are left out: they need native code on a CPU (minitlt doctor)")
     return others or [Arm()], []

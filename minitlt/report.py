@@ -73,6 +73,16 @@ def accept_pairs(ends: Iterable[Event]) -> list[tuple[float, float]]:
     return [(tokens, tokens / accept) for tokens, accept in pairs if accept]
 
 
+def drafter_pairs(ends: Iterable[Event]) -> list[tuple[float, float]]:
+    """The same of the steps in which the draft model drafted, alone."""
+    arms = [arm for end in ends for arm in end.get("arms", {}).items()]
+    return [
+        (arm["tokens"], arm["row_steps"])
+        for name, arm in arms
+        if name.startswith("eagle-") and "row_steps" in arm
+    ]
+
+
 def _plain_costs(ends: Iterable[Event]) -> dict[str, float]:
     """Active rows (by bucket) -> seconds of a token with the arm `off`, where it was used."""
     sums: dict[str, list[float]] = {}
@@ -140,6 +150,7 @@ def step_table(events: list[Event]) -> list[dict[str, Any]]:
             "rollout_s": slowest,
             "tok_s": sum(end["tokens"] for end in ends) / slowest if slowest else None,
             "accept_len": ratio(accept_pairs(ends)),
+            "drafter_accept_len": ratio(drafter_pairs(ends)),
             "truncated": sum(end["truncated"] for end in ends) if ends else None,
             "saved_s": sum(saved_seconds(end, plain) for end in ends) if plain and ends else None,
             **{name: sum(window[field] for window in windows) if windows else None
@@ -165,12 +176,14 @@ def mean(values: Iterable[float | None]) -> float | None:
     return sum(there) / len(there) if there else None
 
 
-def accept_thirds(events: Iterable[Event]) -> tuple[float | None, float | None]:
+def accept_thirds(
+    events: Iterable[Event], pairs_of: Any = accept_pairs
+) -> tuple[float | None, float | None]:
     """Accept length of the first and the last third of the rollouts (ratios of sums)."""
     first, last = thirds(list(by_step(events, "rollout_end").values()))
     return (
-        ratio(pair for ends in first for pair in accept_pairs(ends)),
-        ratio(pair for ends in last for pair in accept_pairs(ends)),
+        ratio(pair for ends in first for pair in pairs_of(ends)),
+        ratio(pair for ends in last for pair in pairs_of(ends)),
     )
 
 
@@ -183,6 +196,7 @@ def summarize(events: list[Event]) -> dict[str, Any]:
     rows = step_table(events)
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     accept_first, accept_last = accept_thirds(events)
+    drafter_first, drafter_last = accept_thirds(events, drafter_pairs)
     summary = {
         "reward_first": mean(thirds(rewards)[0]),
         "reward_last": mean(thirds(rewards)[1]),
@@ -196,6 +210,8 @@ def summarize(events: list[Event]) -> dict[str, Any]:
         "steps": max(by_step(events, "update"), default=0),
         "wall_s": run_seconds(events)[-1] if events else 0.0,
     }
+    if drafter_first and drafter_last:
+        summary |= {"drafter_accept_first": drafter_first, "drafter_accept_last": drafter_last}
     for event in events:
         if event["event"] == "summary":
             measured = ("tok_s_plain", "tok_s_spec", "token_mismatches")
@@ -255,6 +271,9 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("Reward", change("reward_first", "reward_last"), "mean, first third -> last third"),
         ("Accept length", change("accept_first", "accept_last"), accept),
     ]
+    if "drafter_accept_first" in summary:
+        drafter = change("drafter_accept_first", "drafter_accept_last")
+        rows.append(("- draft model's", drafter, "the same where the model in training drafted"))
     plain, spec = summary.get("tok_s_plain"), summary.get("tok_s_spec")
     if plain and spec:
         gain = f"plain -> speculative, same rows: {spec / plain:.2f} x"

@@ -29,14 +29,16 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from minitlt import native
 from minitlt.common import counted, read_jsonl, reading
+from minitlt.config import RolloutConfig
 from minitlt.drafter import Eagle3Proposer
 from minitlt.eagle3 import Eagle3Config, Eagle3Drafter
 from minitlt.export import check_export, export_drafter, import_drafter
 from minitlt.kernels import row_key
 from minitlt.models import resolve_drafter, resolve_model
 from minitlt.ngram import MergedDrafter, NgramDrafter
-from minitlt.quantized import with_int8
+from minitlt.quantized import INT8_ARMS, int8_drafts, with_int8
 from minitlt.spec import OFF, SOURCES, Arm, Bandit, RolloutEngine, Row, SamplingParams, SpecStats
 from minitlt.target import make_target
 from minitlt.tasks import encode_prompt, is_prompt
@@ -62,19 +64,25 @@ class Served:
 
 
 def load_served(
-    model: str, drafter: str = "", *, arms: Sequence[str], dtype: str = "auto", max_rows: int = 0
+    model: str,
+    drafter: str = "",
+    *,
+    arms: Sequence[str] = (),
+    dtype: str = "auto",
+    max_rows: int = 0,
 ) -> Served:
     """Loads a model for generation. ValueError names the argument that is wrong.
 
     model: folder (a LoRA adapter's, too), Hub id or the default model's name. drafter: see
-    `resolve_drafter`; "" for none. arms: ways to draft (`spec.Arm.parse`). dtype: fp32, bf16, or
-    auto (bf16 on a GPU).
+    `resolve_drafter`; "" for none. arms: ways to draft (`spec.Arm.parse`); none: what there is.
+    dtype: fp32, bf16, or auto: bf16 on a GPU, and on a CPU where that gives the same tokens.
     """
     if dtype not in ("auto", *_DTYPES):
         raise ValueError(f"--dtype: {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
     if max_rows < 0:
         raise ValueError(f"--max-rows must be 0 (all that fit) or more, not {max_rows}")
-    chosen = [Arm.parse(text) for text in arms]
+    usual = RolloutConfig().arms if drafter else [OFF]
+    chosen = [Arm.parse(text) for text in arms or usual]
     for arm in chosen:
         if arm.source not in (OFF, *SOURCES):
             raise ValueError(f"--arms: {arm.name!r} has no drafter; sources: {', '.join(SOURCES)}")
@@ -96,11 +104,15 @@ def load_served(
     if of_lora:
         module = _merged(module, adapter)
     stop_ids = stop_tokens(module, tokenizer)
+    if dtype == "auto" and device.type == "cpu" and _is_narrow(module):
+        weights = torch.bfloat16
     target = make_target(module, dtype=weights, device=device)
     if eagle is not None:
         eagle.tie(target.embed_weight, target.head_weight)
         proposer = Eagle3Proposer(eagle)
         drafters += [proposer, MergedDrafter(proposer, drafters[0])]
+    if not arms and int8_drafts(target):
+        chosen += map(Arm.parse, INT8_ARMS)
     chosen, quantized = with_int8(chosen, target)
     drafters += quantized
     engine = RolloutEngine(
@@ -109,6 +121,15 @@ def load_served(
     # The start of each tensor tells another model, dtype or train step; not where the files lie.
     parts = {name: tensor.detach().flatten()[:256] for name, tensor in module.named_parameters()}
     return Served(fingerprint(parts), engine, tokenizer, stop_ids)
+
+
+def _is_narrow(module: Any) -> bool:
+    """Whether native code would decode it in bf16 to the same bits: all products' weights are bf16
+    numbers already. It then reads half the bytes."""
+    matrices = (p for p in module.parameters() if p.dim() == 2)
+    return native.runs(torch.bfloat16, torch.device("cpu")) and all(
+        torch.equal(p, p.bfloat16().float()) for p in matrices
+    )
 
 
 def _merged(module: Any, adapter: Path) -> Any:

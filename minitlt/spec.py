@@ -272,10 +272,11 @@ class RolloutEngine:
         if self.target.num_graphs == num_graphs:  # recording a graph is no part of a step's cost
             self.bandit.record(num_rows, self.arm, num_tokens, seconds)
         by_rows = self.stats.arms_by_rows.setdefault(str(1 << self.bandit.bucket(num_rows)), {})
+        cost = {"steps": 1, "row_steps": num_rows, "tokens": num_tokens, "seconds": seconds}
         for table in (self.stats.arms, by_rows):
-            arm = table.setdefault(self.arm.name, {"steps": 0, "tokens": 0, "seconds": 0.0})
-            for name, amount in (("steps", 1), ("tokens", num_tokens), ("seconds", seconds)):
-                arm[name] += amount
+            arm = table.setdefault(self.arm.name, {})
+            for name, amount in cost.items():
+                arm[name] = arm.get(name, 0) + amount
         self.stats.trace(start - self.started, num_rows)
 
     def _draft(self, arm: Arm) -> Draft:

@@ -163,7 +163,8 @@ class _Fake:
         left = dict(enumerate(lengths))
         tokens = row_steps = forwards = 0
         accepted, drafted, told = [0] * 5, [0] * 5, (start, 0, 0)
-        arms = {name: {"steps": 0, "tokens": 0, "seconds": 0.0} for name in ARMS}
+        nothing = {"steps": 0, "row_steps": 0, "tokens": 0, "seconds": 0.0}
+        arms = {name: dict(nothing) for name in ARMS}
         by_rows: dict[str, dict[str, dict[str, float]]] = {}
         trace, arm = [[0.0, 16]], "off"
         while left:
@@ -192,8 +193,9 @@ class _Fake:
             self.clock.now += seconds
             forwards, tokens = forwards + 1, tokens + emitted
             here = by_rows.setdefault(str(1 << rows.bit_length() - 1), {})
-            here.setdefault(arm, {"steps": 0, "tokens": 0, "seconds": 0.0})
-            for key, value in (("steps", 1), ("tokens", emitted), ("seconds", seconds)):
+            here.setdefault(arm, dict(nothing))
+            cost = {"steps": 1, "row_steps": rows, "tokens": emitted, "seconds": seconds}
+            for key, value in cost.items():
                 arms[arm][key] += value
                 here[arm][key] += value
             if self.clock.now - told[0] >= 1.0:

@@ -577,3 +577,26 @@ def test_accept_lengths_are_ratios_of_sums_without_first_tokens():
         {"tokens": 10, "accept_len": 3.0, "arms": {"off": {"tokens": 1}, "eagle-4": {"tokens": 8}}},
     ]
     assert ratio(accept_pairs(ends)) == 10 / 4
+
+
+def test_the_draft_models_accept_length_is_that_of_its_own_steps(tmp_path):
+    """Two ranks, three steps: 9 tokens in 6 row-steps, then 20 in 8; not what others drafted."""
+    log = EventLog(tmp_path / "e.jsonl", rank=0)
+    parts = {1: ([(4, 3)], [(5, 3)]), 2: ([], []), 3: ([(8, 4), (6, 2)], [(6, 2)])}
+    for step, ranks in parts.items():
+        for rank, pairs in enumerate(ranks):
+            log.rank = rank
+            arms = {
+                f"eagle-{i + 2}": {"steps": 1, "row_steps": n, "tokens": tokens, "seconds": 1.0}
+                for i, (tokens, n) in enumerate(pairs)
+            } | {"int8-5": {"steps": 1, "row_steps": 1, "tokens": 6, "seconds": 1.0}}
+            log.write(
+                "rollout_end", step=step, seconds=1.0, tokens=9, accept_len=2.0, truncated=0,
+                arms=arms, accept_by_position=[],
+            )  # fmt: skip
+    events = read_events(log.path)
+    assert [row["drafter_accept_len"] for row in step_table(events)] == [1.5, None, 2.5]
+    summary = summarize(events)
+    assert (summary["drafter_accept_first"], summary["drafter_accept_last"]) == (1.5, 2.5)
+    (line,) = [row for row in summary_rows(summary) if "draft model" in row[0]]
+    assert line[1] == "1.50 -> 2.50"

@@ -19,6 +19,7 @@ from tiny import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from minitlt import native
 from minitlt.cli import app
 from minitlt.config import ConfigError, RolloutConfig
 from minitlt.eagle3 import DrafterConfig, Eagle3Config, Eagle3Drafter, load_drafter, save_drafter
@@ -66,6 +67,29 @@ def complete(server, skip=()):
     rows = []
     generate(server, PROMPTS, PARAMS, rows.append, seed=5, skip=skip)
     return sorted(rows, key=lambda row: row["index"])
+
+
+def test_what_drafts_unasked_changes_no_token(model_dir, run_dir):
+    """The policy in 8 bits, where native code decodes it, and a draft model that is given."""
+    want, known = complete(served(model_dir)), native.library() is not None
+    for drafter, sources in (("", set()), (run_dir, {"eagle", "merged"})):
+        server = load_served(str(model_dir), str(drafter), dtype="fp32")
+        assert server.engine.sources.keys() - {"ngram"} == sources | ({"int8"} if known else set())
+        assert complete(server) == want
+
+
+def test_weights_that_are_bf16_numbers_are_read_as_such_for_the_same_tokens(model_dir, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    for folder in ("wide", "narrow"):
+        shutil.copytree(model_dir, tmp_path / folder)
+        model.save_pretrained(tmp_path / folder)
+        model.bfloat16().float()  # in place: the next ones are bf16 numbers
+        auto, wide = (load_served(str(tmp_path / folder), dtype=d) for d in ("auto", "fp32"))
+        known = folder == "narrow" and native.library() is not None
+        assert auto.engine.target.dtype == (torch.bfloat16 if known else torch.float32)
+        assert auto.weights == wide.weights
+        for a, b in zip(complete(auto), complete(wide), strict=True):
+            assert a == b
 
 
 def test_the_policy_of_a_lora_run_is_its_adapter_merged(model_dir, tmp_path, monkeypatch):
