@@ -1,5 +1,5 @@
 /* Vectors of the widest registers there are, and functions on them; the compiler's own vector types.
-   The same bits with 8 lanes and with 16, but for `sum` and `sums`. */
+   The same bits with any number of lanes, but for `sum` and `sums`. */
 
 #pragma once
 #include <stdint.h>
@@ -7,8 +7,10 @@
 
 #ifdef __AVX512F__
 enum { LANES = 16 };
-#else
+#elif defined __AVX__ || defined __aarch64__ && defined __clang__
 enum { LANES = 8 };
+#else /* gcc makes lane by lane what no register holds; clang makes two vectors of it */
+enum { LANES = 4 };
 #endif
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -16,7 +18,11 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline, unused))
+#ifdef __clang__ /* a number makes old ones unroll too late, when arrays are no registers any more */
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 INLINE float sum(vec x)
 {
