@@ -45,7 +45,8 @@ SOURCES = sorted(Path(__file__).parent.joinpath("csrc").glob("*.c"))
 _TUNE = {"arm64": (), "aarch64": ("-mcpu=native",)}.get(platform.machine(), ("-march=native",))
 # Some compilers reorder sums unless told not to, or do not fuse unless told to.
 FLAGS = ("-O3", *_TUNE, "-fno-fast-math", "-ffp-contract=fast", "-fPIC", "-std=gnu11")
-OWN_FLAGS = {"sampler": ("-ffp-contract=off",)}  # the noise is defined in single operations
+# Noise is defined in single operations; of a turn, a * b - c * d, either product could be fused.
+OWN_FLAGS = dict.fromkeys(("sampler", "decoder", "drafter"), ("-ffp-contract=off",))
 _BUILD_SECONDS = 120
 _KEPT = 8  # libraries in the cache folder: several checkouts may be in use
 _FLOATS: Any = {"dtype": torch.float32, "device": "cpu"}  # what C writes, whatever torch's defaults

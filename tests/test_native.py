@@ -233,6 +233,16 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(kind, dtype, length, cuts,
     assert_same_bits([torch.cat(parts) for parts in zip(*pieces, strict=True)], want)
 
 
+def test_a_head_is_turned_in_single_operations():
+    """Of two products compilers choose which one they fuse."""
+    target, num = target_of("llama_bias"), 40
+    bits_of(target, 0, 0, [7] * num)
+    keys = target.cache.whole[0, 0, :1, :num]  # the first has not been turned
+    (a, b), turn = keys[:, :1].unflatten(-1, (-1, 2)).unbind(-1), target._turn[:num]
+    turned = a * turn.real - b * turn.imag, a * turn.imag + b * turn.real
+    assert torch.equal(keys, torch.stack(turned, -1).flatten(-2))
+
+
 @DTYPES
 @pytest.mark.parametrize("kind", ["llama_bias", "llama_tied", "qwen3"])
 def test_a_refresh_reaches_the_decoder(kind, dtype):
