@@ -463,6 +463,25 @@ def test_without_openmp_it_has_the_same_bits_and_says_so(tmp_path, anew, caplog,
     assert state == doctor.NOTE and text.startswith(status)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="on macOS torch has one")
+@pytest.mark.parametrize("there", [True, False])
+def test_clangs_openmp_is_not_linked_beside_another(there, tmp_path):
+    """It would abort."""
+    compiler, other = tmp_path / "cc", tmp_path / "libiomp5.so"
+    compiler.write_text("#!/bin/sh\necho clang version 22\n")
+    compiler.chmod(0o755)
+    real = os.environ.get("CC") or "cc"
+    subprocess.run([real, "-shared", "-x", "c", os.devnull, "-o", other], check=True)
+    load = f"import ctypes, os; ctypes.CDLL({str(other)!r}); " if there else "import os; "
+    code = "from minitlt.native import _openmp as f; print(f(os.environ['CC']), "
+    code = load + code + "os.environ.get('KMP_BLOCKTIME'))"
+    env = {**os.environ, "CC": str(compiler)}
+    env.pop("KMP_BLOCKTIME", None)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    want = "('-Xpreprocessor', '-fopenmp') None" if there else "('-fopenmp',) 1"
+    assert done.stdout.strip() == want, done
+
+
 @pytest.mark.skipif(not shutil.which("aarch64-linux-gnu-gcc"), reason="no compiler for ARM")
 def test_for_arm_it_is_built_of_vectors(tmp_path):
     """Vectors that no register holds would be added lane by lane."""
