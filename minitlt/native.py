@@ -16,6 +16,7 @@ Shape suffixes: N nodes (of all rows), K inputs, O outputs, P panels, W width of
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -24,6 +25,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
@@ -39,12 +41,16 @@ from minitlt.common import one_line
 
 logger = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).parent.joinpath("csrc").glob("*.c"))
-# Some compilers reorder sums unless told not to.
-FLAGS = ("-O3", "-march=native", "-fno-fast-math", "-fopenmp", "-fPIC", "-std=gnu11")
-OWN_FLAGS = {"sampler": ("-ffp-contract=off",)}  # the noise is defined in single operations
+# Apple's clang is told nothing: it knows no other processors than it runs on.
+_TUNE = {"arm64": (), "aarch64": ("-mcpu=native",)}.get(platform.machine(), ("-march=native",))
+# Some compilers reorder sums unless told not to, or do not fuse unless told to.
+FLAGS = ("-O3", *_TUNE, "-fno-fast-math", "-ffp-contract=fast", "-fPIC", "-std=gnu11")
+# Noise is defined in single operations; of a turn, a * b - c * d, either product could be fused.
+OWN_FLAGS = dict.fromkeys(("sampler", "decoder", "drafter"), ("-ffp-contract=off",))
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as in csrc/layers.h
 _GROUP = 64  # as there
 _BUILD_SECONDS = 120
+_KEPT = 8  # libraries in the cache folder: several checkouts may be in use
 _FLOATS: Any = {"dtype": torch.float32, "device": "cpu"}  # what C writes, whatever torch's defaults
 _INTS: Any = {"dtype": torch.int64, "device": "cpu"}
 
@@ -117,7 +123,7 @@ def status() -> str:
 
 
 def lanes() -> int:
-    """Of its vectors, 8 or 16: with others it rounds otherwise. 0: it is not there."""
+    """Of its vectors, 4, 8 or 16: with others it rounds otherwise. 0: it is not there."""
     found = library()
     return found.width() // 2 if found else 0
 
@@ -149,49 +155,97 @@ def _find() -> tuple[ctypes.CDLL | None, str]:
         return None, "no C compiler: install gcc, or name one in CC"
     if not SOURCES:
         return None, f"no C sources in {Path(__file__).parent}: install minitlt anew"
-    try:
-        found = _load(compiler)
-        if _keeps_bits(found):
+    said = ""
+    for threads in ("many", "one"):
+        try:
+            found = _load(compiler, (*FLAGS, *(_openmp(compiler) if threads == "many" else ())))
+        except (OSError, subprocess.SubprocessError) as error:
+            said = one_line(getattr(error, "stderr", None) or error)[-300:]
+            text = f"{compiler} cannot build it: {said}"
+            continue
+        if not _keeps_bits(found):
+            text = f"what {compiler} builds rounds a row of a product in another way beside others"
+            break
+        if threads == "many":
             return found, f"built by {compiler}"
-        text = f"what {compiler} builds rounds a row of a product in another way beside others"
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        text = f"{compiler} cannot build it: {one_line(said)[-300:]}"
+        text = f"built by {compiler} for one thread, without OpenMP: {said}"
+        logger.warning("csrc/: %s", text)
+        return found, text
     logger.warning("csrc/: %s; decoding goes on without it, at 0.6 of the speed", text)
     return None, text
 
 
-def _load(compiler: str) -> ctypes.CDLL:
+def _openmp(compiler: str) -> tuple[str, ...]:
+    """The flags for it. Clang's OpenMP aborts beside a second copy of itself or Intel's, as torch
+    on macOS or MKL bring along: then nothing is linked, and the one that is there is used."""
+    if "clang" not in _run(compiler, "--version"):
+        return ("-fopenmp",)
+    there = _llvm_openmp()
+    if there is None:
+        os.environ.setdefault("KMP_BLOCKTIME", "1")  # ms that idle threads spin, beside torch's
+        return ("-fopenmp",)
+    ctypes.CDLL(there, ctypes.RTLD_GLOBAL)
+    later = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
+    return ("-Xpreprocessor", "-fopenmp", *later)
+
+
+@functools.cache
+def _llvm_openmp() -> str | None:
+    """Where LLVM's or Intel's OpenMP of this process is, before any of ours."""
+    if sys.platform == "darwin":
+        path = Path(torch.__file__).parent / "lib" / "libomp.dylib"
+        return str(path) if path.exists() else None
+    try:
+        loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    except OSError:
+        return None
+    of_it = (path for path in loaded if Path(path).name.startswith(("libomp.so", "libiomp5.so")))
+    return next(of_it, None)
+
+
+def _load(compiler: str, flags: Sequence[str]) -> ctypes.CDLL:
     from minitlt.models import cache_dir
 
     texts = [file.read_text("utf-8") for file in sorted(SOURCES[0].parent.glob("*.[ch]"))]
     by = (compiler, _run(compiler, "--version"), platform.machine(), _processor())
-    made_of = "|".join([*texts, *FLAGS, str(OWN_FLAGS), *by])
+    made_of = "|".join([*texts, *flags, str(OWN_FLAGS), *by])
     name = f"native-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     try:
         path = cache_dir() / name
         if _is_whole(path):
+            with contextlib.suppress(OSError):
+                path.touch()  # it is in use: of the last to be forgotten
             try:
                 return _typed(path)
             except OSError:  # built where other libraries are
                 logger.info("%s cannot be loaded and is built anew", path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        _build(compiler, path)
+        _build(compiler, flags, path)
+        _forget_old(path.parent)
         return _typed(path)
     except (OSError, RuntimeError):  # no home; nothing can be written there, or loaded from there
         with tempfile.TemporaryDirectory() as own:
-            _build(compiler, Path(own) / name)
+            _build(compiler, flags, Path(own) / name)
             return _typed(Path(own) / name)
 
 
-def _build(compiler: str, path: Path) -> None:
+def _forget_old(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # others remove them too, or they are others'
+        paths = sorted(folder.glob("native-*.so"), key=lambda path: path.stat().st_mtime)
+        for path in paths[:-_KEPT]:  # who has loaded one keeps it
+            path.unlink()
+
+
+def _build(compiler: str, flags: Sequence[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
+        nothing = ("-x", "c", os.devnull, "-o", str(Path(work) / "nothing.so"))
+        _run(compiler, *flags, "-shared", *nothing)  # where OpenMP is missing, that is soon said
         objects = [str(Path(work) / f"{source.stem}.o") for source in SOURCES]
         for source, made in zip(SOURCES, objects, strict=True):
-            flags = (*FLAGS, *OWN_FLAGS.get(source.stem, ()))
-            _run(compiler, *flags, "-c", str(source), "-o", made)
+            own = OWN_FLAGS.get(source.stem, ())
+            _run(compiler, *flags, *own, "-c", str(source), "-o", made)
         whole = Path(work) / path.name
-        _run(compiler, *FLAGS, "-shared", *objects, "-o", str(whole), "-lm")
+        _run(compiler, *flags, "-shared", *objects, "-o", str(whole), "-lm")
         with whole.open("ab") as file:  # loaders do not mind what stands behind a library
             file.write(hashlib.sha256(whole.read_bytes()).digest())
         whole.replace(path)

@@ -233,6 +233,16 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(kind, dtype, length, cuts,
     assert_same_bits([torch.cat(parts) for parts in zip(*pieces, strict=True)], want)
 
 
+def test_a_head_is_turned_in_single_operations():
+    """Of two products compilers choose which one they fuse."""
+    target, num = target_of("llama_bias"), 40
+    bits_of(target, 0, 0, [7] * num)
+    keys = target.cache.whole[0, 0, :1, :num]  # the first has not been turned
+    (a, b), turn = keys[:, :1].unflatten(-1, (-1, 2)).unbind(-1), target._turn[:num]
+    turned = a * turn.real - b * turn.imag, a * turn.imag + b * turn.real
+    assert torch.equal(keys, torch.stack(turned, -1).flatten(-2))
+
+
 @DTYPES
 @pytest.mark.parametrize("kind", ["llama_bias", "llama_tied", "qwen3"])
 def test_a_refresh_reaches_the_decoder(kind, dtype):
@@ -368,7 +378,7 @@ def kept(folder):
 
 
 def works(library):
-    return library is not None and library.width() in (16, 32)
+    return library is not None and library.width() in (8, 16, 32)
 
 
 SAYS = "from minitlt import native; print(native.status(), native.library().width())"
@@ -409,8 +419,79 @@ def test_what_is_built_is_kept_until_it_cannot_be_loaded(folder, monkeypatch):
         return real(path)
 
     monkeypatch.setattr(native, "_typed", foreign_at_first)
-    monkeypatch.setattr(native, "_build", lambda compiler, path: kept(path.parent))
+    monkeypatch.setattr(native, "_build", lambda compiler, flags, path: kept(path.parent))
     assert works(find()[0]) and given == [path, path]
+
+
+def test_the_newest_of_the_kept_stay(folder, copied):
+    folder.mkdir()
+    for age in range(12):
+        path = folder / f"native-{age}.so"
+        path.touch()
+        os.utime(path, (1e9 - age, 1e9 - age))
+    (folder / "model.safetensors").touch()
+    assert works(find()[0])
+    ours = copied[0]
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == sorted([ours.name, "model.safetensors", *(f"native-{n}.so" for n in range(7))])
+    os.utime(ours, (1, 1))
+    assert works(find()[0]) and len(copied) == 1 and ours.stat().st_mtime > 1e9
+
+
+def test_without_openmp_it_has_the_same_bits_and_says_so(tmp_path, anew, caplog, threads):
+    """Apple's compiler has none, nor has clang without libomp."""
+    threads(2)
+    prompt, kinds = random_prompts([20])[0], ("llama_bias", "qwen3")
+    want = [bits_of(target_of(kind), 0, 0, prompt) for kind in kinds]
+    compiler, real = tmp_path / "cc", shutil.which(os.environ.get("CC") or "cc")
+    refuses = 'case " $* " in *" -fopenmp "*) echo no -fopenmp >&2; exit 1; esac'
+    compiler.write_text(f'#!/bin/sh\n{refuses}\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    anew.setenv("CC", str(compiler))
+    anew.setenv("MINITLT_CACHE", str(tmp_path / "cache"))
+    native.library.cache_clear()
+    native._find.cache_clear()
+    for kind, bits in zip(kinds, want, strict=True):
+        target = make_target(tiny_model(kind, num_hidden_layers=2, **SHAPES[kind]))
+        target.reserve(1, 64)
+        assert target._decoder._library is native.library()
+        assert_same_bits(bits_of(target, 0, 0, prompt), bits)
+    (said,) = (record.getMessage() for record in caplog.records)
+    status = f"built by {compiler} for one thread, without OpenMP: no -fopenmp"
+    assert said == f"csrc/: {status}" and native.status() == status
+    state, text = finding()
+    assert state == doctor.NOTE and text.startswith(status)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="on macOS torch has one")
+@pytest.mark.parametrize("there", [True, False])
+def test_clangs_openmp_is_not_linked_beside_another(there, tmp_path):
+    """It would abort."""
+    compiler, other = tmp_path / "cc", tmp_path / "libiomp5.so"
+    compiler.write_text("#!/bin/sh\necho clang version 22\n")
+    compiler.chmod(0o755)
+    real = os.environ.get("CC") or "cc"
+    subprocess.run([real, "-shared", "-x", "c", os.devnull, "-o", other], check=True)
+    load = f"import ctypes, os; ctypes.CDLL({str(other)!r}); " if there else "import os; "
+    code = "from minitlt.native import _openmp as f; print(f(os.environ['CC']), "
+    code = load + code + "os.environ.get('KMP_BLOCKTIME'))"
+    env = {**os.environ, "CC": str(compiler)}
+    env.pop("KMP_BLOCKTIME", None)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    want = "('-Xpreprocessor', '-fopenmp') None" if there else "('-fopenmp',) 1"
+    assert done.stdout.strip() == want, done
+
+
+@pytest.mark.skipif(not shutil.which("aarch64-linux-gnu-gcc"), reason="no compiler for ARM")
+def test_for_arm_it_is_built_of_vectors(tmp_path):
+    """Vectors that no register holds would be added lane by lane."""
+    flags = [flag for flag in native.FLAGS if "native" not in flag] + ["-march=armv8.4-a+sve"]
+    for source in native.SOURCES:
+        to = tmp_path / source.stem
+        command = ("aarch64-linux-gnu-gcc", *flags, "-fopenmp", "-S", source, "-o", to)
+        subprocess.run(command, check=True)
+    text = (tmp_path / "layers").read_text()
+    assert "fmla\tv" in text and "fmadd" not in text
 
 
 def test_without_a_place_to_keep_it_it_is_built_for_this_process(tmp_path, monkeypatch):
@@ -425,7 +506,7 @@ def copied(monkeypatch):
     """Built in no time: as this process has it. The paths it was built at."""
     paths = []
 
-    def build(compiler, path):
+    def build(compiler, flags, path):
         assert path.parent.is_dir()
         shutil.copy(native.library()._name, path)
         paths.append(path)

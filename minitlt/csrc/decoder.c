@@ -17,7 +17,6 @@ How it is built and called: native.py, with the C compiler of the machine. Names
 K inputs, D head size; a panel is WIDTH outputs, [K][WIDTH] in memory. */
 
 #include <math.h>
-#include <omp.h>
 #include <stdlib.h>
 
 #include "layers.h"

@@ -4,7 +4,6 @@ Keys and values stand in the row's slot, position by position; a pair sees the f
 is asked, its own `path`. Names as in decoder.c. */
 
 #include <math.h>
-#include <omp.h>
 #include <stdlib.h>
 
 #include "drafter.h"

@@ -7,10 +7,10 @@ as long as reading the weights does. Left out: attention in blocks of queries. *
 
 #include "layers.h"
 
-#ifdef __AVX512F__
-enum { ROWS = 12 }; /* 24 sums and 2 weights fill the 32 registers, with a few to spare */
+#if defined __AVX512F__ || defined __aarch64__ && !defined __clang__
+#define ROWS 12 /* 24 sums and 2 weights fill the 32 registers, with a few to spare */
 #else
-enum { ROWS = 6 };
+#define ROWS 6 /* the same with half as many, or with vectors of two registers */
 #endif
 
 /* Bytes of a panel that belong to one input. */
@@ -106,7 +106,7 @@ static void multiply_panel(const Matrix *m, int64_t p, int64_t n, const float *x
         break;
         switch (rows) {
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#ifdef __AVX512F__
+#if ROWS > 6
             CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
         }

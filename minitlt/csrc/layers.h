@@ -14,6 +14,12 @@ typedef struct {
     int64_t inputs, outputs, kind;
 } Matrix;
 
+#ifdef _OPENMP
+int omp_get_thread_num(void); /* compilers that know OpenMP may have no omp.h */
+#else
+static inline int omp_get_thread_num(void) { return 0; }
+#endif
+
 /* All threads of a parallel region call these four; they end with a barrier. to: which rows of y. */
 void multiply(const Matrix *m, int64_t n, const float *x, float *y, enum how how);
 void multiply_to(const Matrix *m, int64_t n, const float *x, float *y, const int64_t *to, enum how how);

@@ -1,5 +1,5 @@
 /* Vectors of the widest registers there are, and functions on them; the compiler's own vector types.
-   The same bits with 8 lanes and with 16, but for `sum` and `sums`. */
+   The same bits with any number of lanes, but for `sum` and `sums`. */
 
 #pragma once
 #include <stdint.h>
@@ -10,8 +10,10 @@
 
 #ifdef __AVX512F__
 enum { LANES = 16 };
-#else
+#elif defined __AVX__ || defined __aarch64__ && defined __clang__
 enum { LANES = 8 };
+#else /* gcc makes lane by lane what no register holds; clang makes two vectors of it */
+enum { LANES = 4 };
 #endif
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -20,7 +22,11 @@ typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline, unused))
+#ifdef __clang__ /* a number makes old ones unroll too late, when arrays are no registers any more */
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 /* Whole numbers of 8 bits. gcc 12 takes its own conversion apart, byte by byte. */
 INLINE vec from_bytes(const char *x)
