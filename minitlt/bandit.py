@@ -233,9 +233,9 @@ class Bandit:
 
     def _least_seconds(self, active: int, arm: Arm) -> float:
         """What a step of it takes here, or a bound: no less than a smaller one took, of fewer rows
-        or of a smaller draft by the same drafter; and no less than on the line from `off` through
-        such a draft, because cost bends upwards (with nodes in the target, with levels in the
-        drafter: the shorter of both is the bound)."""
+        or of a smaller draft by the same drafter; per row no less than with more rows; and no less
+        than on the line from `off` through such a draft, because cost bends upwards (with nodes in
+        the target, with levels in the drafter: the shorter of both is the bound)."""
         bucket = self.bucket(active)
         if len(self._seconds.get((bucket, arm.name), ())) >= self.LEAST_STEPS:
             return self.usual(active, arm.name)
@@ -247,11 +247,12 @@ class Bandit:
         ]
         least, plain = 0.0, 0.0
         for a in sorted(smaller, key=lambda a: a.nodes):
-            for b in range(bucket + 1):
+            for b in range(bucket + 2):
                 if len(self._seconds.get((b, a.name), ())) < self.LEAST_STEPS:  # not a slow start
                     continue
-                if b < bucket:
-                    least = max(least, self._mean((b, a.name))[0])
+                if b != bucket:
+                    seconds, rows = self._mean((b, a.name))
+                    least = max(least, seconds * min(active / rows, 1.0))
                     continue
                 here = self.usual(active, a.name)
                 least, plain = max(least, here), here if a.source == OFF else plain

@@ -226,3 +226,30 @@ def test_likely_drafts_are_of_learned_trees(text):
     with pytest.raises(ValueError, match="pNN, from 01 to 99, is of learned trees"):
         Arm.parse(text)
     assert Arm.parse(Arm.parse("eagle-4x3b5p05").name) == Arm("eagle", 4, 3, 5, 5)
+
+
+def test_what_cost_too_much_with_more_rows_is_not_tried_with_fewer():
+    """8 rows: a chain of 5 at 0.1 s. With 4 it takes half of that at least, which its known accept
+    length does not outweigh there; with 1 an eighth, which says nothing."""
+    plain, deep = Arm(), Arm("int8", 5)
+    bandit = Bandit([plain, deep])
+    for rows, seconds in ((8, 0.020), (4, 0.018), (1, 0.017)):
+        for _ in range(4):
+            bandit.record(rows, plain, rows, seconds)
+    for _ in range(4):
+        bandit.record(8, deep, 16, 0.100)
+    assert bandit.choose(4) == plain
+    assert bandit.choose(1) == deep
+
+
+def test_an_arm_whose_first_step_ended_with_its_text_does_not_rule_out_all_others():
+    """Its one step took less time than its smaller sibling's line allows: nobody can win then."""
+    plain, short, deep = Arm(), Arm("int8", 8), Arm("int8", 16)
+    bandit = Bandit([plain, short, deep])
+    for arm, tokens, seconds in ((plain, 1, 0.020), (short, 8, 0.062)):
+        for _ in range(6):
+            bandit.record(1, arm, tokens, seconds)
+    for _ in range(6):
+        bandit.record(2, deep, 24, 0.130)
+    bandit.record(1, deep, 3, 0.038)
+    assert bandit.choose(1) != plain
