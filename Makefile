@@ -23,7 +23,7 @@ train: .venv/.installed
 test: .venv/.installed
 	$(BIN)/python -m pytest
 
-LOSSLESS := spec target native drafters_in_engine properties sampling rejection rl
+LOSSLESS := spec target native quantized drafters_in_engine properties sampling rejection rl
 
 lossless: .venv/.installed
 	$(BIN)/python -m pytest $(LOSSLESS:%=tests/test_%.py)

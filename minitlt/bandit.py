@@ -68,6 +68,8 @@ class Arm(NamedTuple):
         arm = cls(source, depth, width or 1, budget, sure)
         if not 1 <= arm.depth <= 32 or not 1 <= arm.width <= 32:
             raise ValueError(f"arm {text!r}: depth and width go from 1 to 32")
+        if found[4] and arm.width < 2:
+            raise ValueError(f"arm {text!r}: a chain has as many nodes as its depth; leave bN out")
         if budget and not arm.depth <= arm.budget < MAX_NODES:
             raise ValueError(f"arm {text!r}: its nodes go from the depth to {MAX_NODES - 1}")
         if found[5] and (arm.width < 2 or not sure or source == "ngram"):

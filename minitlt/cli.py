@@ -349,8 +349,12 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     min_new_tokens: Annotated[int, typer.Option(help="No end before so many tokens.")] = 0,
     seed: Annotated[int, typer.Option(help="With the row's index, all of its randomness.")] = 0,
-    arms: Annotated[str, typer.Option(help="Ways to draft, e.g. off,int8-12,eagle-3.")] = "",
-    dtype: Annotated[str, typer.Option(help="auto, fp32, bf16.")] = "auto",
+    arms: Annotated[
+        str, typer.Option(help="Ways to draft, e.g. off,eagle-3; none: all there are.")
+    ] = "",
+    dtype: Annotated[
+        str, typer.Option(help="fp32, bf16; auto: bf16 on a GPU or if lossless.")
+    ] = "auto",
     max_rows: Annotated[int, typer.Option(help="Rows decoded at once; 0 = all that fit.")] = 0,
     raw: Annotated[bool, typer.Option(help="Text goes in as it is, without template.")] = False,
 ) -> None:

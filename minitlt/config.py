@@ -54,7 +54,7 @@ class RolloutConfig:
         ["off", "ngram-3", "eagle-2", "eagle-3", "eagle-4"],
         "ways to draft the bandit chooses from: off, SOURCE-DEPTH, SOURCE-DEPTHxWIDTH or "
         "SOURCE-DEPTHxWIDTHbNODES, and with pNN only drafts likely by NN %; sources: ngram, eagle, "
-        "merged",
+        "merged, int8 (chains by the policy in 8 bits, on a CPU with a C compiler)",
     )
     verify: str = option("coupled", "coupled (same tokens as plain), or rejection (same law)")
     epsilon: float = option(0.0, "share of steps with an arm at random; hope explores without it")

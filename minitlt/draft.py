@@ -94,13 +94,15 @@ class RowState:
 class Drafter:
     """Proposes trees; keeps its own state per slot, told of every committed token.
 
-    A source that learns nothing from some of these calls leaves them out. bytes_per_token: what
-    it stores per slot and token; the engine's memory budget counts it.
+    A source that learns nothing from some of these calls leaves them out. The engine's memory
+    budget counts bytes_per_token, what it stores per slot and token, and fixed_bytes, what it will
+    ask for once.
     """
 
     name = ""
     needs_taps = False
     bytes_per_token = 0
+    fixed_bytes = 0
 
     def propose(self, rows: RowState, depth: int, width: int, nodes: int) -> Draft:
         """A tree at most `depth` deep with at most `nodes` drafts; a chain if width is 1."""
@@ -148,7 +150,7 @@ def chain_parents(num_drafts: int, device: torch.device | str | None = None) -> 
 def chain_of(columns: list[Tensor], rows: RowState, drawn_from: list[Tensor]) -> Draft:
     """A chain per row: the root and its drafts, [B, 1] each, up to a row's first stop id.
 
-    drawn_from: the logits [B, V] of every draft, which the ratio test wants to see.
+    drawn_from: the logits [B, V] of every draft, for the ratio test (`coupled` false).
     """
     tokens_BT = torch.cat(columns, 1)
     parents_BT = chain_parents(len(columns) - 1, tokens_BT.device).repeat(len(tokens_BT), 1)

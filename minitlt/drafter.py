@@ -306,7 +306,8 @@ class Eagle3Proposer(Drafter):
             noise = rows.keys_B, rows.positions_B + level, rows.temperatures_B
             tokens_B1 = gumbel_topk(logits_BV, *noise, 1, self._ids_V).tokens_Nk
             columns.append(tokens_B1)
-            drawn_from.append(logits_BV)
+            if not rows.coupled:
+                drawn_from.append(logits_BV)
         draft = chain_of(columns, rows, drawn_from)
         if draft.logits_BKV is not None and self._ids_V is not None:
             size = *draft.logits_BKV.shape[:2], self.model.config.vocab_size

@@ -53,6 +53,13 @@ class Linear:
         assert self.weight is not None, "load() the weight first"
         return self.weight.shape[1]
 
+    @property
+    def num_weights(self) -> int:
+        if self.panels is not None:
+            return self.panels.matrix.inputs * self.panels.matrix.outputs
+        assert self.weight is not None, "load() the weight first"
+        return self.weight.numel()
+
     def load(self, weight: Tensor, bias: Tensor | None = None) -> None:
         if self.panels is not None:
             self.panels.load(weight, bias)

@@ -7,7 +7,7 @@ C compiler everything still works, with oneDNN's packed products (`linear.py`), 
 The library is kept in the cache folder, under a name that says what it was built from, with which
 flags, and for which processor. Ranks may build it at the same time: each renames a whole file.
 
-Left out: GPUs (`kernels.py`, `graphs.py`); dtypes other than fp32 and bf16 weights.
+Left out: GPUs (`kernels.py`, `graphs.py`); dtypes other than fp32, bf16 and int8.
 How to run: `pytest tests/test_native.py`; `minitlt doctor` says whether it is there. CC names
 another compiler; MINITLT_NATIVE=0 does without.
 
@@ -27,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from pathlib import Path
@@ -50,7 +51,9 @@ OWN_FLAGS = dict.fromkeys(("sampler", "decoder", "drafter"), ("-ffp-contract=off
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as in csrc/layers.h
 _GROUP = 64  # as there
 _BUILD_SECONDS = 120
-_KEPT = 8  # libraries in the cache folder: several checkouts may be in use
+_KEPT_DAYS = 90  # a library that nobody used; several checkouts and machines may share a folder
+_ONE_IS_WORTH = 2  # threads of oneDNN; with more it is faster than one of ours
+ROUNDING = 2  # one more whenever csrc/ comes to round in another way
 _FLOATS: Any = {"dtype": torch.float32, "device": "cpu"}  # what C writes, whatever torch's defaults
 _INTS: Any = {"dtype": torch.int64, "device": "cpu"}
 
@@ -128,22 +131,37 @@ def lanes() -> int:
     return found.width() // 2 if found else 0
 
 
+def name() -> str:
+    """Who computes, for logs and for those who must notice that tokens may come to differ."""
+    return f"native {ROUNDING}, {lanes()} lanes"
+
+
 def agree(rank: int) -> None:
-    """Called on all ranks of a CPU: where one has no library, or another one, none uses it, so
-    that no row's bits depend on its rank. Rank 0 builds it, the others find it."""
+    """Called on all ranks of a CPU: where one has no library, or one that rounds in another way,
+    none uses it, so that no row's bits depend on its rank. Rank 0 builds it, the others find it."""
     if rank == 0:
         library()
     dist.barrier()
-    lanes_R = torch.zeros(dist.get_world_size(), **_INTS)
-    lanes_R[rank] = lanes()
-    dist.all_reduce(lanes_R)
-    if len(lanes_R.unique()) > 1:
+    bits_R = torch.zeros(dist.get_world_size(), **_INTS)
+    bits_R[rank] = bits()
+    dist.all_reduce(bits_R)
+    if len(bits_R.unique()) > 1:
         os.environ["MINITLT_NATIVE"] = "0"
         library.cache_clear()
         _find.cache_clear()
         if rank == 0:
-            said = "lanes of the ranks' csrc/: %s; all go on without it, at 0.6 of the speed"
-            logger.warning(said, lanes_R.tolist())
+            logger.warning("csrc/ rounds in other ways on other ranks, or is missing on some; "
+                           "all go on without it, at 0.6 of the speed")  # fmt: skip
+
+
+def bits() -> int:
+    """A number that differs where it rounds in another way; 0: it is not there."""
+    if library() is None:
+        return 0
+    product, generator = Panels(torch.float32), torch.Generator().manual_seed(0)
+    product.load(torch.randn(64, 300, generator=generator, **_FLOATS))
+    made = product(torch.randn(4, 300, generator=generator, **_FLOATS))
+    return int(made.view(torch.int32).sum()) * 64 + lanes()
 
 
 @functools.cache
@@ -169,6 +187,8 @@ def _find() -> tuple[ctypes.CDLL | None, str]:
         if threads == "many":
             return found, f"built by {compiler}"
         text = f"built by {compiler} for one thread, without OpenMP: {said}"
+        if torch.get_num_threads() > _ONE_IS_WORTH and torch.backends.mkldnn.is_available():
+            break
         logger.warning("csrc/: %s", text)
         return found, text
     logger.warning("csrc/: %s; decoding goes on without it, at 0.6 of the speed", text)
@@ -196,9 +216,11 @@ def _llvm_openmp() -> str | None:
         path = Path(torch.__file__).parent / "lib" / "libomp.dylib"
         return str(path) if path.exists() else None
     try:
-        loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+        lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return None
+    # Address, rights, offset, device, inode; the path may have blanks.
+    loaded = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) > 5}
     of_it = (path for path in loaded if Path(path).name.startswith(("libomp.so", "libiomp5.so")))
     return next(of_it, None)
 
@@ -214,7 +236,7 @@ def _load(compiler: str, flags: Sequence[str]) -> ctypes.CDLL:
         path = cache_dir() / name
         if _is_whole(path):
             with contextlib.suppress(OSError):
-                path.touch()  # it is in use: of the last to be forgotten
+                path.touch()  # it is in use
             try:
                 return _typed(path)
             except OSError:  # built where other libraries are
@@ -230,10 +252,10 @@ def _load(compiler: str, flags: Sequence[str]) -> ctypes.CDLL:
 
 
 def _forget_old(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # others remove them too, or they are others'
-        paths = sorted(folder.glob("native-*.so"), key=lambda path: path.stat().st_mtime)
-        for path in paths[:-_KEPT]:  # who has loaded one keeps it
-            path.unlink()
+    for path in folder.glob("native-*.so"):
+        with contextlib.suppress(OSError):  # others remove them too, or they are others'
+            if path.stat().st_mtime < time.time() - _KEPT_DAYS * 86400:
+                path.unlink()
 
 
 def _build(compiler: str, flags: Sequence[str], path: Path) -> None:
@@ -401,7 +423,7 @@ class Decoder:
         )  # fmt: skip
 
     def in_int8(self) -> Decoder:
-        """The same model with weights of a quarter of the bytes; `requantize` it after a change."""
+        """The same model with weights of a byte each; `requantize` it after they have changed."""
         layers, embed, norm, head = self._parts
         wide: list[tuple[Panels, Panels]] = []
 

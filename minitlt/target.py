@@ -199,7 +199,7 @@ class LlamaTarget(Target):
             self._names = {name for name, _ in type(model)(config).named_parameters()}
         self.head = Linear(dtype, device)
         if self.head.packs:
-            self.decoder = f"native, {native.lanes()} lanes" if self.native else "packed"
+            self.decoder = native.name() if self.native else "packed"
         self._parts = {"qkv": _QKV, "out": ("self_attn.o_proj",), "down": ("mlp.down_proj",)}
         self._parts |= _GATE_AND_UP if self.head.fuses or self.native else _GATE_UP
         num = self.shape.num_layers
@@ -342,6 +342,12 @@ class LlamaTarget(Target):
             self.version += 1
         elif self.device.type == "cpu" and not self._tried:
             self._try_bits()
+
+    @property
+    def num_weights(self) -> int:
+        """Of all products."""
+        products = [self.head, *(linear for layer in self.linears for linear in layer.values())]
+        return sum(linear.num_weights for linear in products)
 
     @property
     def native_decoder(self) -> native.Decoder:

@@ -97,7 +97,9 @@ def warm_up(
     """
     engine, trainer = parts.engine, parts.trainer
     if not engine.drafters:
-        raise ValueError("rollout.arms is only 'off', so no drafter sees a rollout; add eagle-3")
+        raise ValueError(
+            "of rollout.arms only 'off' can draft here, so no drafter sees a rollout; add eagle-3"
+        )
     started, round_seconds, num_round = time.monotonic(), 0.0, 0
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
     steps, end = steps or sys.maxsize, started + seconds

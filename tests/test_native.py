@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -423,17 +424,19 @@ def test_what_is_built_is_kept_until_it_cannot_be_loaded(folder, monkeypatch):
     assert works(find()[0]) and given == [path, path]
 
 
-def test_the_newest_of_the_kept_stay(folder, copied):
+def test_what_nobody_used_for_long_is_forgotten(folder, copied):
     folder.mkdir()
-    for age in range(12):
-        path = folder / f"native-{age}.so"
+    now = time.time()
+    for days in (1, 80, 100, 900):
+        path = folder / f"native-{days}.so"
         path.touch()
-        os.utime(path, (1e9 - age, 1e9 - age))
+        os.utime(path, (now - days * 86400,) * 2)
     (folder / "model.safetensors").touch()
+    os.utime(folder / "model.safetensors", (1, 1))
     assert works(find()[0])
     ours = copied[0]
     left = sorted(path.name for path in folder.iterdir())
-    assert left == sorted([ours.name, "model.safetensors", *(f"native-{n}.so" for n in range(7))])
+    assert left == sorted([ours.name, "model.safetensors", "native-1.so", "native-80.so"])
     os.utime(ours, (1, 1))
     assert works(find()[0]) and len(copied) == 1 and ours.stat().st_mtime > 1e9
 
@@ -461,6 +464,19 @@ def test_without_openmp_it_has_the_same_bits_and_says_so(tmp_path, anew, caplog,
     assert said == f"csrc/: {status}" and native.status() == status
     state, text = finding()
     assert state == doctor.NOTE and text.startswith(status)
+
+
+def test_one_thread_of_ours_does_not_take_the_place_of_many(tmp_path, anew, caplog, threads):
+    threads(3)
+    compiler, real = tmp_path / "cc", shutil.which(os.environ.get("CC") or "cc")
+    refuses = 'case " $* " in *" -fopenmp "*) echo no -fopenmp >&2; exit 1; esac'
+    compiler.write_text(f'#!/bin/sh\n{refuses}\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    anew.setenv("CC", str(compiler))
+    anew.setenv("MINITLT_CACHE", str(tmp_path / "cache"))
+    assert native.library() is None
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "for one thread, without OpenMP" in said and "goes on without it" in said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="on macOS torch has one")
@@ -590,7 +606,7 @@ def build_on_a_rank(folder, model_dir, without):
     native._build = builds
     cpu = {"device": torch.device("cpu"), "rank": rank, "world_size": 2}
     parts = build_speculation(model, RolloutConfig(), DrafterConfig(), SpotConfig(), **cpu)
-    want = "packed" if without is not None else f"native, {native.lanes()} lanes"
+    want = "packed" if without is not None else native.name()
     assert parts.engine.target.decoder == want and (native.library() is None) == (want == "packed")
     parts.spot.close()
     dist.destroy_process_group()

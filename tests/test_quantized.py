@@ -209,6 +209,49 @@ def test_the_ratio_test_sees_the_logits_that_a_chain_was_drawn_from():
     assert stats.accepted[0] > 0.8 * stats.drafted[0] > 15
 
 
+@needs_c
+@pytest.mark.parametrize("depth", [3, 32])
+def test_rows_that_fill_the_context_and_share_a_beginning(depth):
+    which = make_target(tiny_model(max_position_embeddings=48))
+    (start,) = random_prompts([20])
+    prompts = [start + p for p in random_prompts([1, 27, 9, 26, 9], seed=3)]
+    params = SamplingParams(max_new_tokens=64)
+    want = RolloutEngine(which).generate(prompts, params, keys(5))
+    got = engine(which, f"int8-{depth}", max_rows=2).generate(prompts, params, keys(5))
+    assert [len(p) + len(c) for p, c in zip(prompts, got.completion_ids, strict=True)] == [48] * 5
+    assert got.completion_ids == want.completion_ids and got.logprobs == want.logprobs
+
+
+@needs_c
+def test_the_budget_counts_the_copy_until_it_is_there(monkeypatch):
+    which = make_target(tiny_model())
+    spec = engine(which, "int8-2")
+    (drafter,) = spec.drafters
+    matrices = [p for p in tiny_model().parameters() if p.dim() == 2]
+    assert drafter.fixed_bytes == sum(p.numel() for p in matrices) - 97 * 48  # not the embedding
+    monkeypatch.setattr("minitlt.spec.free_bytes", lambda device: 10**6)
+    assert spec._fair_budget() == pytest.approx(0.6 * (10**6 - drafter.fixed_bytes))
+    spec.generate([[1, 2]], SamplingParams(max_new_tokens=3), keys(1))
+    assert drafter.fixed_bytes == 0
+
+
+@needs_c
+def test_only_the_ratio_test_keeps_the_logits(monkeypatch):
+    which, kept = make_target(tiny_model()), []
+    whole = QuantizedDrafter.propose
+
+    def propose(self, *args):
+        kept.append(whole(self, *args).logits_BKV)
+        return whole(self, *args)
+
+    monkeypatch.setattr(QuantizedDrafter, "propose", propose)
+    for verify in ("coupled", "rejection"):
+        spec = engine(which, "int8-2", verify=verify)
+        spec.generate(random_prompts([3]), SamplingParams(max_new_tokens=9), keys(1))
+        assert kept and all((logits is None) == (verify == "coupled") for logits in kept)
+        kept.clear()
+
+
 # Where it cannot draft.
 
 
@@ -231,3 +274,5 @@ def test_arms_without_it_stay_as_they_are():
 def test_it_drafts_chains_only():
     with pytest.raises(ValueError, match="int8 drafts chains"):
         Arm.parse("int8-4x2")
+    with pytest.raises(ValueError, match="leave bN out"):
+        Arm.parse("int8-4x1b9")

@@ -92,7 +92,8 @@ def test_speculation_on_and_off_give_the_same_run(way, model_dir, tmp_path):
         rewards = [e["reward"] for e in trainer.state.log_history if "reward" in e]
         results.append((seen, rewards, {n: p.clone() for n, p in full_parameters(trainer.model)}))
         if name == "on":
-            assert trainer.last_rollout.stats.arms.keys() <= {"ngram-3", "eagle-2", "eagle-4"}
+            used = trainer.last_rollout.stats.arms.keys() - {"off"}  # where one token is left
+            assert used <= {"ngram-3", "eagle-2", "eagle-4"}
     (seen_off, rewards_off, weights_off), (seen_on, rewards_on, weights_on) = results
     assert seen_off == seen_on and len(seen_off) == 3
     assert rewards_off == rewards_on

@@ -92,6 +92,14 @@ def test_weights_that_are_bf16_numbers_are_read_as_such_for_the_same_tokens(mode
             assert a == b
 
 
+@pytest.mark.parametrize("kind", ["olmo2", "phi3", "cohere"])
+def test_models_that_their_own_module_decodes_are_read_as_they_were(kind, model_dir, tmp_path):
+    """There arithmetic is that of the weights' dtype."""
+    shutil.copytree(model_dir, tmp_path / "m")
+    tiny_model(kind).bfloat16().save_pretrained(tmp_path / "m")
+    assert load_served(str(tmp_path / "m")).engine.target.dtype == torch.float32
+
+
 def test_the_policy_of_a_lora_run_is_its_adapter_merged(model_dir, tmp_path, monkeypatch):
     """Same tokens as the merged model saved whole; without peft one line says what is missing."""
     peft = pytest.importorskip("peft")

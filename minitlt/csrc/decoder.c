@@ -10,7 +10,7 @@ there are. A query attends to what it sees as to one sequence: the committed con
 ancestors; so a node of a tree does the sums of plain decoding, in their order. Weights may be narrow
 (bf16): they are widened on the way into the registers, and all arithmetic is fp32.
 
-Left out: other than fp32 arithmetic, int8 weights, attention in blocks of queries (a prompt's keys are
+Left out: other than fp32 arithmetic, attention in blocks of queries (a prompt's keys are
 read from the second cache once per query, an eighth of the time of its products).
 
 How it is built and called: native.py, with the C compiler of the machine. Names: N nodes (of all rows),
