@@ -27,7 +27,8 @@ from minitlt import native
 from minitlt.bandit import Arm
 from minitlt.draft import Draft, Drafter, RowState, chain_of
 from minitlt.kernels import gumbel_topk
-from minitlt.target import LlamaTarget, Target
+from minitlt.slots import Target
+from minitlt.target import LlamaTarget
 
 logger = logging.getLogger(__name__)
 INT8_ARMS = ("int8-5", "int8-12")  # with many rows, with few

@@ -40,8 +40,9 @@ from minitlt.kernels import row_key
 from minitlt.models import resolve_drafter, resolve_model
 from minitlt.ngram import MergedDrafter, NgramDrafter
 from minitlt.quantized import INT8_ARMS, int8_drafts, with_int8
+from minitlt.slots import Target
 from minitlt.spec import OFF, SOURCES, Arm, Bandit, RolloutEngine, Row, SamplingParams, SpecStats
-from minitlt.target import LlamaTarget, Target, make_target
+from minitlt.target import LlamaTarget, make_target
 from minitlt.tasks import encode_prompt, is_prompt
 from minitlt.tensorfile import fingerprint
 

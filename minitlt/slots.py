@@ -1,4 +1,4 @@
-"""Slots: the key/value cache with one cursor per row, and one forward's place in it.
+"""Slots: the key/value cache with one cursor per row, a forward's place in it; what a target is.
 
 What it is. A row of the batch owns a *slot*. A forward writes the keys and values of a small tree
 of tokens (a chain is the plainest tree, one token the plainest chain) behind the row's cursor, and
@@ -9,7 +9,8 @@ entries behind it are masked now and overwritten later. There is no left padding
 Left out: paged memory (slots are plain, lazily touched tensors; what rows have in common is copied
 by `copy_slot`, not shared), sliding windows.
 
-The cache serves every target. `plan_step` and `attend` are of those that PyTorch computes: native
+`Target` is what the engine needs of a target; target.py and module_target.py compute one. The cache
+serves both. `plan_step` and `attend` are of those that PyTorch computes: native
 code finds its places and attends by itself.
 
 How to try it: `pytest tests/test_target.py`.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,9 @@ from typing import Any
 import psutil
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from minitlt.draft import ancestor_bits, default_taps, depths
+from minitlt.draft import Taps, ancestor_bits, default_taps, depths
 from minitlt.kernels import tree_attention
 
 # A row of the CPU attention has the same bits with 6, 12, 18 or 24 query rows (kernels take 6 at a
@@ -39,6 +41,7 @@ from minitlt.kernels import tree_attention
 # summed in two parts, cut in the middle). Other sizes take other paths.
 _QUERY_STEP, _MOST_QUERIES = 6, 24
 _READ_STEP, _BLOCK = 32, 512
+Named = Iterable[tuple[str, Tensor]]  # weights under the checkpoint's names
 
 
 def reach(length: int) -> int:
@@ -319,3 +322,83 @@ def _cgroup_room(
             cached = int(stat.partition("inactive_file ")[2].split()[0])  # given back when asked
             room = min(room, int(limit) - int(used) + cached)
     return room
+
+
+class Target:
+    """What the engine needs of a target; forward, logits, refresh and the two weights differ."""
+
+    backend: str
+    decoder = "torch"  # who computes; others round in other ways
+    splits_head = False  # whether `logits` gives what `forward` would, to the bit
+    embed_weight: Tensor
+    head_weight: Tensor
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, device: Any, act: torch.dtype) -> None:
+        self.shape = TargetShape.from_config(model.config)
+        self.device, self.dtype, self.act_dtype = device, dtype, act
+        self.cache = SlotCache(self.shape, act, device)
+
+    def slots_for(self, num_rows: int) -> int:
+        """How many slots `reserve` takes for this many rows."""
+        return num_rows
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        self.cache.reserve(num_slots, length)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        parents_BT: Tensor | None = None,
+        *,
+        first_slot: int = 0,
+        logits: bool = True,
+    ) -> tuple[Tensor | None, Taps]:
+        """One pass over B small trees behind B cursors.
+
+        tokens_BT: int64, node 0 is the root; nothing stands behind a pad, whose id is below 0.
+        lengths_B: committed tokens per row; node n is written at position lengths + n.
+        parents_BT: as in `Draft`, or None for a chain.
+        Returns logits_BTV (fp32 on a CPU, else as computed), or None, and the taps of all nodes;
+        what stands at the places of pads is rubbish, natively whatever was in memory.
+        A captured forward's taps hold until the next one.
+        Raises ValueError when a row would leave the reserved cache.
+        """
+        raise NotImplementedError
+
+    def logits(self, hidden_BTH: Tensor) -> Tensor:
+        """The logits [B, T, V] of tapped hidden states, where the target `splits_head`."""
+        raise NotImplementedError
+
+    def refresh(self, named: Named) -> None:
+        """New weights from (name, full tensor) pairs under the checkpoint's names, in any order.
+
+        Raises ValueError when a weight is missing or has no place here.
+        """
+        raise NotImplementedError
+
+    def compact(self, lengths_B: Tensor, nodes_BD: Tensor) -> None:
+        self.cache.compact(lengths_B, nodes_BD)
+
+    def copy_slot(self, src: int, dst: int, length: int) -> None:
+        self.cache.copy_slot(src, dst, length)
+
+    @property
+    def keeps_free_slots(self) -> bool:
+        """Whether nothing is written to a slot behind the last row."""
+        return True
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured forwards; a step in which one is added takes far longer than the next."""
+        return 0
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        return self.cache.bytes_per_token
+
+
+def full_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every parameter of a plain, unsharded module; tied weights once."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach()

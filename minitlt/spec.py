@@ -59,8 +59,7 @@ from minitlt.kernels import (
     stream_keys,
 )
 from minitlt.sampling import SamplingParams, process_logits, rescore
-from minitlt.slots import free_bytes
-from minitlt.target import Target
+from minitlt.slots import Target, free_bytes
 
 __all__ = ["OFF", "SOURCES", "Arm", "Bandit", "Rollout", "RolloutEngine", "Row", "SamplingParams",
            "SpecStats"]  # fmt: skip

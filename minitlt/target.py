@@ -9,8 +9,7 @@ by it. Two ways to compute the same logits:
   other rows stand beside it (on some processors for four rows or more: `linear.fewest_rows` looks),
   and so does grouped attention in blocks of the right sizes (`slots.reach`): both are padded up to
   that. So there chains in fp32 have the bits of plain decoding; in trees and bf16 the law holds.
-- `ModuleTarget`, any other rope decoder through its own transformers module, with a cache object
-  of the transformers interface and an explicit 4-D mask. `PreTrainedModel` in, same surface out.
+- `ModuleTarget` (module_target.py), any other rope decoder through its own transformers module.
 
 Weights are a replica, refreshed out of place from (name, full tensor) pairs, so that the trainer's
 own module is never touched, merged into or switched to another attention. On a GPU they are copied
@@ -26,10 +25,7 @@ F = 3H tapped.
 
 from __future__ import annotations
 
-import copy
-import inspect
 import logging
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,93 +36,11 @@ from minitlt import native
 from minitlt.draft import MAX_NODES, STATIC_ROPE, Taps
 from minitlt.graphs import StepGraphs, row_bucket
 from minitlt.linear import Linear, Residual, fewest_rows, norm_factor, put
-from minitlt.slots import (
-    SlotCache,
-    Step,
-    TargetShape,
-    attend,
-    attention_keeps_bits,
-    plan_step,
-)
+from minitlt.module_target import ModuleTarget, refuse_unsupported
+from minitlt.slots import Named, Step, Target, attend, attention_keeps_bits, full_state, plan_step
 
 logger = logging.getLogger(__name__)
 _FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-
-Named = Iterable[tuple[str, Tensor]]
-
-
-class Target:
-    """What the engine needs of a target; forward, logits, refresh and the two weights differ."""
-
-    backend: str
-    decoder = "torch"  # who computes; others round in other ways
-    splits_head = False  # whether `logits` gives what `forward` would, to the bit
-    embed_weight: Tensor
-    head_weight: Tensor
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype, device: Any, act: torch.dtype) -> None:
-        self.shape = TargetShape.from_config(model.config)
-        self.device, self.dtype, self.act_dtype = device, dtype, act
-        self.cache = SlotCache(self.shape, act, device)
-
-    def slots_for(self, num_rows: int) -> int:
-        """How many slots `reserve` takes for this many rows."""
-        return num_rows
-
-    def reserve(self, num_slots: int, length: int) -> None:
-        self.cache.reserve(num_slots, length)
-
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
-        parents_BT: Tensor | None = None,
-        *,
-        first_slot: int = 0,
-        logits: bool = True,
-    ) -> tuple[Tensor | None, Taps]:
-        """One pass over B small trees behind B cursors.
-
-        tokens_BT: int64, node 0 is the root; nothing stands behind a pad, whose id is below 0.
-        lengths_B: committed tokens per row; node n is written at position lengths + n.
-        parents_BT: as in `Draft`, or None for a chain.
-        Returns logits_BTV (fp32 on a CPU, else as computed), or None, and the taps of all nodes;
-        what stands at the places of pads is rubbish, natively whatever was in memory.
-        A captured forward's taps hold until the next one.
-        Raises ValueError when a row would leave the reserved cache.
-        """
-        raise NotImplementedError
-
-    def logits(self, hidden_BTH: Tensor) -> Tensor:
-        """The logits [B, T, V] of tapped hidden states, where the target `splits_head`."""
-        raise NotImplementedError
-
-    def refresh(self, named: Named) -> None:
-        """New weights from (name, full tensor) pairs under the checkpoint's names, in any order.
-
-        Raises ValueError when a weight is missing or has no place here.
-        """
-        raise NotImplementedError
-
-    def compact(self, lengths_B: Tensor, nodes_BD: Tensor) -> None:
-        self.cache.compact(lengths_B, nodes_BD)
-
-    def copy_slot(self, src: int, dst: int, length: int) -> None:
-        self.cache.copy_slot(src, dst, length)
-
-    @property
-    def keeps_free_slots(self) -> bool:
-        """Whether nothing is written to a slot behind the last row."""
-        return True
-
-    @property
-    def num_graphs(self) -> int:
-        """Captured forwards; a step in which one is added takes far longer than the next."""
-        return 0
-
-    @property
-    def cache_bytes_per_token(self) -> int:
-        return self.cache.bytes_per_token
 
 
 def _pair_rows(x: Tensor, head_dim: int) -> Tensor:
@@ -431,186 +345,6 @@ class LlamaTarget(Target):
     @property
     def head_weight(self) -> Tensor:  # type: ignore[override]
         return self._dense["embed" if self.tied else "head"]
-
-
-class _CacheView:
-    """A `SlotCache` with the part of transformers' Cache interface that attention layers call."""
-
-    is_compileable = False
-
-    def __init__(self, cache: SlotCache, step: Step) -> None:
-        self.cache, self.step = cache, step
-        self.layers: list[Any] = []
-
-    def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        new = torch.cat([keys, values], dim=1).transpose(1, 2)  # [B, T, 2K, D]
-        self.cache.write(layer_idx, self.step, new.reshape(-1, new.shape[-1]).to(self.cache.dtype))
-        return self.step.keys[layer_idx], self.step.values[layer_idx]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        return self.step.read, 0
-
-    def __len__(self) -> int:
-        return 0
-
-
-class ModuleTarget(Target):
-    """Any rope decoder through its own transformers module, kept as a private replica.
-
-    Raises ValueError for models whose cache cannot roll back or whose layers are not standard.
-    """
-
-    backend = "module"
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        weights: Named | None = None,
-    ) -> None:
-        config: Any = model.config
-        refuse_unsupported(config)
-        device = torch.device(device) if device else next(model.parameters()).device
-        super().__init__(model, dtype, device, dtype)
-        model_class: Any = type(model)
-        # A copy of the config: the attention chosen below must not reach the trainer's model.
-        self.module: Any = model_class(copy.deepcopy(config)).to(self.device).eval()
-        for parameter in self.module.parameters():  # buffers, as rotary frequencies, stay wide
-            parameter.data = parameter.data.to(dtype)
-        self.module.requires_grad_(False)
-        self.module.set_attn_implementation("sdpa")
-        names = inspect.signature(self.module.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
-        self._seen: dict[int, Tensor] = {}
-        self._last: Tensor | None = None
-        # Cohere and Granite scale their logits: so is what is tapped, and the head gives them.
-        up, down = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling"))
-        self._scale = (up or 1.0) / (down or 1.0)
-        self._hook()
-        self.refresh(full_state(model) if weights is None else weights)
-        self._head_gives_logits = self._check_head()
-
-    @torch.no_grad()
-    def _check_head(self) -> bool:
-        """Whether lm_head(tapped hidden state) are the logits; not if they are soft-capped."""
-        ids = torch.arange(8, device=self.device)[None] % self.shape.vocab
-        want = self.module(input_ids=ids, use_cache=False).logits
-        assert self._last is not None
-        got = self.module.get_output_embeddings()(self._last * self._scale)
-        gap = (want - got).abs().max()
-        limit = 1e-4 if self.dtype.itemsize > 2 else 0.02
-        # Not `<=`, so that NaN passes: a rank of FSDP may get its weights only later.
-        return not bool(gap > limit * want.abs().max())
-
-    def _hook(self) -> None:
-        layers = self.module.get_decoder().layers
-        for index in set(self.shape.tap_layers):
-            layers[index].register_forward_pre_hook(
-                lambda _m, args, kwargs, i=index: self._seen.__setitem__(
-                    i, args[0] if args else kwargs["hidden_states"]
-                ),
-                with_kwargs=True,
-            )
-        self.module.get_output_embeddings().register_forward_pre_hook(
-            lambda _m, args: setattr(self, "_last", args[0])
-        )
-
-    @torch.no_grad()
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
-        parents_BT: Tensor | None = None,
-        *,
-        first_slot: int = 0,
-        logits: bool = True,
-    ) -> tuple[Tensor | None, Taps]:
-        """`logits=False` saves nothing here."""
-        step = plan_step(tokens_BT, lengths_B, parents_BT, first_slot, self.cache, masked=True)
-        assert step.mask_BTS is not None
-        out = self.module(
-            input_ids=tokens_BT.clamp(min=0),
-            attention_mask=step.mask_BTS[:, None],
-            position_ids=step.position_BT,
-            use_cache=True,
-            **{self._cache_name: _CacheView(self.cache, step)},
-        )
-        assert self._last is not None
-        features = torch.cat([self._seen[i] for i in self.shape.tap_layers], -1)
-        taps = Taps(features, self._last * self._scale)
-        self._seen.clear()
-        return (out.logits if logits else None), taps
-
-    @torch.no_grad()
-    def refresh(self, named: Named) -> None:
-        own = dict(self.module.named_parameters())
-        missing = set(own)
-        for name, tensor in named:
-            if name not in own:
-                raise ValueError(f"weight {name!r} has no place in {type(self.module).__name__}")
-            own[name].copy_(tensor)
-            missing.discard(name)
-        if missing:
-            raise ValueError(f"the weights given lack {min(missing)!r} ({len(missing)} in all)")
-
-    @property
-    def embed_weight(self) -> Tensor:  # type: ignore[override]
-        return self.module.get_input_embeddings().weight
-
-    @property
-    def head_weight(self) -> Tensor:  # type: ignore[override]
-        if not self._head_gives_logits:
-            raise ValueError(
-                f"{self.module.config.model_type}: its logits are more than lm_head of the last "
-                "hidden state (soft-capped?), so no draft model can learn from it"
-            )
-        return self.module.get_output_embeddings().weight
-
-
-def full_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every parameter of a plain, unsharded module; tied weights once."""
-    for name, parameter in model.named_parameters():
-        yield name, parameter.detach()
-
-
-def refuse_unsupported(config: Any) -> None:
-    """Raises ValueError for models whose cache cannot roll back, or whose rows look at each other,
-    saying which part of it."""
-    layer_types = getattr(config, "layer_types", None) or []
-    kinds = set(layer_types)
-    if odd := sorted(kinds - {"full_attention"}):
-        raise ValueError(
-            f"{config.model_type}: layers of type {', '.join(odd)} keep a state that cannot roll "
-            "back after a rejected draft; use a model with full attention in every layer"
-        )
-    window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True) and not layer_types:
-        raise ValueError(
-            f"{config.model_type}: a sliding window of {window} in every layer cannot roll back "
-            "after a rejected draft; use a model with full attention"
-        )
-    rope = getattr(config, "rope_parameters", None)
-    if rope is None:
-        raise ValueError(
-            f"{config.model_type}: no rotary positions in its config; minitlt needs a rope decoder"
-        )
-    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
-    for kind in (part.get("rope_type", "default") for part in (rope, *by_layer_type)):
-        if kind not in STATIC_ROPE:
-            raise ValueError(
-                f"{config.model_type}: rope type {kind!r} turns with the longest row of a batch, "
-                f"so a row's tokens would depend on its company; possible: {', '.join(STATIC_ROPE)}"
-            )
 
 
 def make_target(

@@ -94,3 +94,24 @@ def test_all_arms_on_a_tiny_model(tmp_path, capfd):
         "trl",
         "trl_cb",
     }
+
+
+def test_an_arm_of_others_that_fails_takes_no_figures_of_ours_with_it(
+    tmp_path, monkeypatch, capsys
+):
+    from minitlt.launch import RunFailed
+
+    def run(arm, *rest):
+        if arm == broken:
+            raise RunFailed("rank 0 was ended by SIGABRT")
+        return result(1.0, 1.0)
+
+    monkeypatch.setattr(step, "run_arm", run)
+    out, broken = tmp_path / "out.jsonl", "trl_cb"
+    assert step.main(["--out", str(out)]) == 0
+    arms = [json.loads(line)["arm"] for line in out.read_text().splitlines()]
+    assert arms == ["plain", "tlt", "trl"]
+    assert "trl_cb is left out: rank 0 was ended by SIGABRT" in capsys.readouterr().err
+    for broken in ("tlt", "trl_cb"):
+        with pytest.raises(RunFailed):
+            step.main(["--arms", broken, "--out", str(out)])
