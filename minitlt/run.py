@@ -378,7 +378,7 @@ def _write_run_event(log: EventLog, prepared: Prepared, trainer: MiniTLTTrainer)
             "dtype": str(target.dtype).removeprefix("torch."),
             "decoder": target.decoder,
         },
-        arms=[arm.name for arm in trainer.speculation.engine.bandit.arms],
+        arms_served=[arm.name for arm in trainer.speculation.engine.bandit.arms],
         machine={"cpus": os.cpu_count(), "device": str(trainer.accelerator.device)},
     )
 

@@ -69,7 +69,7 @@ def write_fake_run(
         },
         versions={"minitlt": "0.1.0", "torch": "2.13.0", "trl": "1.16.0"},
         world_size=ranks,
-        arms=list(ARMS),
+        arms_served=list(ARMS),
         target={
             "name": "SmolLM2-135M",
             "layers": 30,

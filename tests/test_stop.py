@@ -154,8 +154,9 @@ def test_a_policy_that_diverged_is_not_saved_and_the_run_goes_on_from_before(
 
 @pytest.mark.skipif(native.library() is None, reason=native.status())
 def test_a_resume_that_decodes_in_another_way_says_so(train, tmp_path, monkeypatch, caplog):
-    folder, native_way = tmp_path / "run", f"native, {native.lanes()} lanes"
-    assert train(folder, max_steps=1).exit_code == 0
+    folder, native_way = tmp_path / "run", native.name()
+    given = {"arms": ["off", "int8-5", "eagle-2"]}
+    assert train(folder, max_steps=1, rollout=given).exit_code == 0
     assert train(folder, "--resume", folder, "--max_steps", "2").exit_code == 0
     assert "tokens came from" not in caplog.text
     monkeypatch.setattr(native, "library", lambda: None)
@@ -163,6 +164,8 @@ def test_a_resume_that_decodes_in_another_way_says_so(train, tmp_path, monkeypat
     assert f"tokens came from '{native_way}', and now come from 'packed'" in caplog.text
     runs = [e for e in read_events(folder / "events.jsonl") if e["event"] == "run"]
     assert [e["target"]["decoder"] for e in runs] == [native_way, native_way, "packed"]
+    want = [given["arms"], given["arms"], ["off", "eagle-2"]]
+    assert [e["arms_served"] for e in runs] == want
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
