@@ -55,6 +55,7 @@ from _machine import RUNS, about, device
 from _machine import parser as options_of
 
 HERE = Path(__file__).parent
+ARMS = ["off", "ngram-3", "eagle-1", "eagle-2", "eagle-3x2b5", "eagle-4x3b9", "int8-5", "int8-12"]
 QUOTED = ("plain_over_hf_b32", "plain_over_hf_b1", "spec_over_plain", "spec_over_hf_b16", "tok_s",
           "token_mismatches", "roofline_fraction_b1", "spec_over_vllm_b1", "spec_over_vllm_b16",
           "exactness", "dtype", "alone", "commit", "versions", "machine", "seeds")  # fmt: skip
@@ -75,7 +76,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--least", type=int, default=0, help="tokens of a repeat at least; 0: 300, quick: 48")
     add("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="rows per batch")
     add("--seed", type=int, default=0, help="of the timed rollouts' keys")
-    add("--arms", nargs="+", help="default: the recipe's")
+    add("--arms", nargs="+", help="ways to draft; default: " + " ".join(ARMS))
     add("--peer", choices=["vllm"], help="another engine to compare with")
     add("--peer-python", type=Path, help="the interpreter that has the peer; or $MINITLT_PEER")
     add("--out", type=Path, help="default: a file in runs/")
@@ -210,7 +211,7 @@ class Bench:
         from minitlt.spot import SpotConfig
 
         options = self.options
-        arms = options.arms or self.recipe.rollout["arms"]
+        arms = options.arms or ARMS
         settings = {**self.recipe.rollout, "dtype": dtype, "arms": arms}
         parts = build_speculation(
             self.model,
