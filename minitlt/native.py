@@ -178,7 +178,9 @@ def _find() -> tuple[ctypes.CDLL | None, str]:
         try:
             found = _load(compiler, (*FLAGS, *(_openmp(compiler) if threads == "many" else ())))
         except (OSError, subprocess.SubprocessError) as error:
-            said = one_line(getattr(error, "stderr", None) or error)[-300:]
+            code = getattr(error, "returncode", None)
+            told = getattr(error, "stderr", None) or (f"exit status {code}" if code else error)
+            said = one_line(told)[-300:]
             text = f"{compiler} cannot build it: {said}"
             continue
         if not _keeps_bits(found):

@@ -47,7 +47,8 @@ def with_int8(arms: list[Arm], target: Target) -> tuple[list[Arm], list[Drafter]
     if int8_drafts(target):
         assert isinstance(target, LlamaTarget)
         return arms, [QuantizedDrafter(target)]
-    logger.warning("arms of int8 are left out: they need native code on a CPU (minitlt doctor)")
+    here = f"{target.device.type}, {target.backend}" if native.library() else native.status()
+    logger.warning("arms of int8 are left out: they need native code on a CPU; here: %s", here)
     return others or [Arm()], []
 
 

@@ -256,13 +256,15 @@ def test_only_the_ratio_test_keeps_the_logits(monkeypatch):
 
 
 def test_without_native_code_its_arms_are_left_out_and_that_is_said(monkeypatch, caplog):
+    why = "MINITLT_NATIVE=0"
     monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "status", lambda: why)
     which = make_target(tiny_model())
     arms = [Arm.parse(text) for text in ("off", "int8-4", "eagle-2")]
     with caplog.at_level(logging.WARNING):
         left, drafters = with_int8(arms, which)
     assert [arm.name for arm in left] == ["off", "eagle-2"] and drafters == []
-    assert "arms of int8 are left out" in caplog.text
+    assert f"arms of int8 are left out: they need native code on a CPU; here: {why}" in caplog.text
     assert with_int8(arms[1:2], which) == ([Arm()], [])  # plain decoding is always possible
 
 
