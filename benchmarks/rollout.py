@@ -8,7 +8,7 @@ size the systems take turns within each repeat, so that a machine that drifts hi
 repeat is as many rollouts in a row as give `--least` tokens: with few rows one is soon over.
 - `hf`: transformers' generate as TRL's GRPOTrainer calls it on a CPU: fp32, left padding, sampled;
 - `plain`: our engine without drafts;
-- `spec`: our engine with drafts, a bandit choosing among chains and small trees, on the rollouts of
+- `spec`: our engine with drafts, a bandit choosing among `ARMS`, on the rollouts of
   `plain`. They are the same because the keys are: every token is compared, and `token_mismatches`
   counts the differences (with native code in either dtype; without it in fp32, up to near ties in
   trees). Without native code both replay the completions of `plain` in bf16 once more for their

@@ -47,7 +47,8 @@ def with_int8(arms: list[Arm], target: Target) -> tuple[list[Arm], list[Drafter]
     if int8_drafts(target):
         assert isinstance(target, LlamaTarget)
         return arms, [QuantizedDrafter(target)]
-    here = f"{target.device.type}, {target.backend}" if native.library() else native.status()
+    missing = target.device.type == "cpu" and native.library() is None  # on a GPU none is built
+    here = native.status() if missing else f"{target.device.type}, {target.backend}"
     logger.warning("arms of int8 are left out: they need native code on a CPU; here: %s", here)
     return others or [Arm()], []
 

@@ -441,17 +441,23 @@ def test_what_nobody_used_for_long_is_forgotten(folder, copied):
     assert works(find()[0]) and len(copied) == 1 and ours.stat().st_mtime > 1e9
 
 
-def test_without_openmp_it_has_the_same_bits_and_says_so(tmp_path, anew, caplog, threads):
-    """Apple's compiler has none, nor has clang without libomp."""
-    threads(2)
-    prompt, kinds = random_prompts([20])[0], ("llama_bias", "qwen3")
-    want = [bits_of(target_of(kind), 0, 0, prompt) for kind in kinds]
+def refuse_openmp(tmp_path, anew):
+    """CC is a compiler without it."""
     compiler, real = tmp_path / "cc", shutil.which(os.environ.get("CC") or "cc")
     refuses = 'case " $* " in *" -fopenmp "*) echo no -fopenmp >&2; exit 1; esac'
     compiler.write_text(f'#!/bin/sh\n{refuses}\nexec {real} "$@"\n')
     compiler.chmod(0o755)
     anew.setenv("CC", str(compiler))
     anew.setenv("MINITLT_CACHE", str(tmp_path / "cache"))
+    return compiler
+
+
+def test_without_openmp_it_has_the_same_bits_and_says_so(tmp_path, anew, caplog, threads):
+    """Apple's compiler has none, nor has clang without libomp."""
+    threads(2)
+    prompt, kinds = random_prompts([20])[0], ("llama_bias", "qwen3")
+    want = [bits_of(target_of(kind), 0, 0, prompt) for kind in kinds]
+    compiler = refuse_openmp(tmp_path, anew)
     native.library.cache_clear()
     native._find.cache_clear()
     for kind, bits in zip(kinds, want, strict=True):
@@ -468,12 +474,7 @@ def test_without_openmp_it_has_the_same_bits_and_says_so(tmp_path, anew, caplog,
 
 def test_one_thread_of_ours_does_not_take_the_place_of_many(tmp_path, anew, caplog, threads):
     threads(3)
-    compiler, real = tmp_path / "cc", shutil.which(os.environ.get("CC") or "cc")
-    refuses = 'case " $* " in *" -fopenmp "*) echo no -fopenmp >&2; exit 1; esac'
-    compiler.write_text(f'#!/bin/sh\n{refuses}\nexec {real} "$@"\n')
-    compiler.chmod(0o755)
-    anew.setenv("CC", str(compiler))
-    anew.setenv("MINITLT_CACHE", str(tmp_path / "cache"))
+    refuse_openmp(tmp_path, anew)
     assert native.library() is None
     (said,) = (record.getMessage() for record in caplog.records)
     assert "for one thread, without OpenMP" in said and "goes on without it" in said
